@@ -1,0 +1,41 @@
+"""Medians of functions timed in turn, so that a slow minute of the machine slows all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def medians(functions: Mapping[str, Callable[[], object]], seconds: float, least: int = 5) -> dict[str, float]:
+    """Milliseconds a call, the median for each function.
+
+    Args:
+        functions: by name; each is called twice first, which compiles what is to be compiled.
+        seconds: how long the timed rounds may take together; a round calls every function once.
+        least: rounds at least.
+    """
+    for function in functions.values():
+        function()
+        function()
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(samples.values()))) < least:
+        for name, function in functions.items():
+            samples[name].append(_milliseconds(function))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _milliseconds(function: Callable[[], object]) -> float:
+    if torch.cuda.is_available():
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+    begin = time.perf_counter()
+    function()
+    return (time.perf_counter() - begin) * 1000

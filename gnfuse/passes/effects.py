@@ -1,0 +1,99 @@
+"""What a node does besides computing its result: it draws random numbers, writes into a tensor, or changes a mode."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from gnfuse.passes.read import DropoutRead, StepRead, module_of, read
+
+_RANDOM_NAMES = frozenset({
+    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+    "feature_alpha_dropout", "native_dropout", "rrelu", "rrelu_", "bernoulli", "bernoulli_", "rand", "rand_like",
+    "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_", "uniform_", "multinomial",
+    "poisson", "binomial", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "gumbel_softmax",
+    "scaled_dot_product_attention", "multi_head_attention_forward", "manual_seed", "set_rng_state",
+    "fractional_max_pool2d", "fractional_max_pool3d",
+})  # fmt: skip
+
+_IN_PLACE_OPERATORS = frozenset({
+    operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
+    operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
+    operator.ilshift, operator.irshift,
+})  # fmt: skip
+
+_MODE_NAMES = frozenset({
+    "_enter_autocast", "_exit_autocast", "_set_grad_enabled", "set_grad_enabled", "_enter_inference_mode",
+    "_exit_inference_mode", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable",
+})  # fmt: skip
+
+_MODULES_WITHOUT_RANDOMNESS = (
+    torch.nn.Linear, torch.nn.modules.conv._ConvNd, torch.nn.GroupNorm, torch.nn.LayerNorm, torch.nn.Identity,
+    torch.nn.modules.batchnorm._NormBase, torch.nn.ReLU, torch.nn.Hardtanh, torch.nn.SiLU, torch.nn.GELU,
+    torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.modules.pooling._MaxPoolNd, torch.nn.modules.pooling._AvgPoolNd,
+    torch.nn.Upsample, torch.nn.Flatten, torch.nn.LeakyReLU, torch.nn.ELU, torch.nn.Softplus, torch.nn.Hardswish,
+    torch.nn.Hardsigmoid, torch.nn.Mish, torch.nn.Threshold,
+)  # fmt: skip
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def draws(node: Node) -> bool:
+    """Whether the node may draw from a generator. What is not known to be harmless counts as drawing."""
+    if node.op == "call_module":
+        return not isinstance(module_of(node), _MODULES_WITHOUT_RANDOMNESS)
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        base = node.target._schema.name.split("::")[1]
+        return torch.Tag.nondeterministic_seeded in node.target.tags or base in _RANDOM_NAMES
+    return _name(node) in _RANDOM_NAMES
+
+
+def writes(node: Node) -> bool:
+    """Whether the node may write into one of its inputs. What is not known counts as writing."""
+    owner = node.graph.owning_module
+    reading = read(node, owner) if owner is not None else None
+    if isinstance(reading, StepRead | DropoutRead):
+        return reading.in_place
+    if node.op == "call_module":
+        return bool(getattr(module_of(node), "inplace", False)) or not isinstance(
+            module_of(node), _MODULES_WITHOUT_RANDOMNESS
+        )
+    if node.op == "call_method":
+        return _name(node).endswith("_") and not _name(node).endswith("__")
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    name = _name(node)
+    return (
+        node.target in _IN_PLACE_OPERATORS
+        or (name.endswith("_") and not name.endswith("__"))
+        or node.kwargs.get("inplace") is True
+        or "out" in node.kwargs
+        or (bool(node.args) and node.args[-1] is True)  # F.celu(x, 1.0, True): inplace is the last argument
+    )
+
+
+def changes_mode(node: Node) -> bool:
+    """Whether the node enters or leaves an autocast, grad-mode or functorch region."""
+    return node.op == "call_function" and (_name(node) in _MODE_NAMES or changes_nesting(node) != 0)
+
+
+def changes_nesting(node: Node) -> int:
+    """+1 where a functorch transform (vmap, grad, jvp) begins, -1 where it ends."""
+    if node.op != "call_function":
+        return 0
+    name = _name(node)
+    if name.endswith("_increment_nesting"):
+        return 1
+    return -1 if name.endswith("_decrement_nesting") else 0

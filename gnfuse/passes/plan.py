@@ -1,0 +1,174 @@
+"""Decides, site by site, what to do: fold, fuse, or leave alone, with the reason."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gnfuse import kernels
+from gnfuse.chain import Chain, format_steps, pretty_steps
+from gnfuse.passes import effects
+from gnfuse.passes.fold import Folded, fold
+from gnfuse.passes.guard import guard_of
+from gnfuse.passes.match import Match, Positions, Stop, tensor_of
+from gnfuse.passes.read import fake_value, source_line
+from gnfuse.report import Site
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to put in the place of one match.
+
+    Attributes:
+        match: the nodes.
+        chain: what the forward computes, as the fused op takes it.
+        source: the chain as written, whose gradient is taken.
+        before: the node before which the fused op goes.
+        site: its line of the report.
+    """
+
+    match: Match
+    chain: str
+    source: str
+    before: Node
+    site: Site
+
+
+def plan(found: Match | Stop, gm: GraphModule, positions: Positions, graph: str = "") -> Plan | Site:
+    """The plan for one GroupNorm, or the refusal."""
+    if isinstance(found, Stop):
+        return Site(
+            "refused", found.node.name, "group_norm", "unchanged", graph, source=source_line(found.node),
+            reason=found.reason, stopped_at=found.node.name,
+        )  # fmt: skip
+    reason, at = _why_not(found, gm, positions)
+    if reason:
+        return _refusal(found, graph, reason, at)
+    folded = fold(found.chain, _group_size(found), needs_gradient=_needs_gradient(found))
+    return _accept(found, folded, positions, graph)
+
+
+def _refusal(found: Match, graph: str, reason: str, at: Node) -> Site:
+    return Site(
+        "refused", found.norm.name, found.chain.pretty(), "unchanged", graph, source=found.source, reason=reason,
+        stopped_at=at.name, notes=tuple(found.notes),
+    )  # fmt: skip
+
+
+def _why_not(found: Match, gm: GraphModule, positions: Positions) -> tuple[str, Node]:
+    """The first precondition that fails, and the node it fails at; "" when all hold."""
+    assert found.stop is not None
+    if not found.chain.steps:
+        return f"nothing to fuse: {found.stop.reason}", found.stop.node
+    device = _device(found, gm)
+    if device is None:
+        return "the graph does not say on which device it runs: give rewrite() example_inputs", found.norm
+    unsupported = _unsupported(device)
+    if unsupported:
+        return unsupported, found.norm
+    if _place(found, positions) is None:
+        return "a random op or a write lies between the ops of the chain: they cannot run as one", found.names[-1]
+    return "", found.norm
+
+
+def _device(found: Match, gm: GraphModule) -> torch.device | None:
+    """The input's device; without fake values, that of the parameters, of which a module's ops use one device."""
+    for ref in (found.read.value, found.read.weight, found.read.bias):
+        tensor = tensor_of(ref, gm)
+        if tensor is not None:
+            return tensor.device
+    return next((p.device for p in gm.parameters()), None)
+
+
+def _unsupported(device: torch.device) -> str:
+    """Why the fused ops cannot run on the device, or "". The first site builds the kernels, or finds that it cannot."""
+    if device.type != "cpu":
+        return f"no fused kernel for {device.type} tensors yet"
+    return kernels.available() or ""
+
+
+def _place(found: Match, positions: Positions) -> Node | None:
+    """The node before which the fused op may go, or None.
+
+    As late as possible, so that a dropout is drawn where it was drawn. It may not cross a write (into x, say), and the
+    draw may not cross another random op.
+    """
+    mine = {*found.nodes, *found.bounds}
+    norm, last, drawing = found.nodes[0], found.nodes[-1], found.dropout_node
+
+    def free(a: Node, b: Node, bad: tuple[str, ...]) -> bool:
+        first, second = sorted((a, b), key=positions.index.__getitem__)
+        others = [n for n in positions.between(first, second) if n not in mine]
+        return not any(
+            ("writes" in bad and effects.writes(n)) or ("draws" in bad and drawing is not None and effects.draws(n))
+            for n in others
+        )
+
+    for place in [last] if drawing is None else [last, drawing]:
+        if free(norm, place, ("writes",)) and free(drawing or place, place, ("draws",)):
+            return place
+    return norm if free(norm, drawing or norm, ("draws",)) else None
+
+
+def _group_size(found: Match) -> int | None:
+    """C/G * spatial where all of it is known."""
+    x = fake_value(found.read.value)
+    sizes = [] if x is None else [*x.shape[1:]]
+    if not sizes or not all(isinstance(n, int) for n in sizes):
+        return None
+    return math.prod(sizes) // found.read.num_groups
+
+
+def _needs_gradient(found: Match) -> bool:
+    """Whether somebody may differentiate the chain. Only a Dynamo graph knows: it is compiled anew when this changes."""
+    value = found.norm.meta.get("example_value")
+    return value.requires_grad if isinstance(value, torch.Tensor) else True
+
+
+def _accept(found: Match, folded: Folded, positions: Positions, graph: str) -> Plan:
+    before = _place(found, positions)
+    assert before is not None and found.stop is not None
+    traffic_before, traffic_after = _bytes(found, folded)
+    site = Site(
+        "fused" if folded.constant is None else "folded", found.norm.name, found.chain.pretty(), _result(folded),
+        graph, folded.proof, guard_of(folded), found.source, f"the chain ends here: {found.stop.reason}",
+        found.stop.node.name, tuple(found.notes), traffic_before, traffic_after,
+    )  # fmt: skip
+    return Plan(found, folded.chain.text, format_steps(found.chain.steps), before, site)
+
+
+def _result(folded: Folded) -> str:
+    chain, value = folded.chain, folded.constant
+    if value is None:
+        return f"one kernel: {pretty_steps(chain.steps)}" if chain.steps else "one kernel: group_norm"
+    rest = chain.before[1:]
+    shown = f"constant {value!r}" + (f" → {pretty_steps(rest)}" if rest else "")
+    if chain.dropout is not None and not _zero_whatever_is_drawn(chain):
+        shown += f" → {pretty_steps((chain.dropout, *chain.after))}"
+    return f"{shown} where not NaN"
+
+
+def _zero_whatever_is_drawn(chain: Chain) -> bool:
+    return len(chain.before) == 1 and chain.before[0].floats == (0.0,) and not chain.after
+
+
+# Tensor passes of eager on the CPU: GroupNorm reads twice and writes, a pointwise op reads and writes, dropout writes
+# the noise, scales it in place, and multiplies
+_NORM_PASSES, _OP_PASSES, _DROPOUT_PASSES = 3, 2, 6
+_CACHED_GROUP = 1 << 20  # bytes: a group that stays in a core's cache is read from memory once
+
+
+def _bytes(found: Match, folded: Folded) -> tuple[int | None, int | None]:
+    """Memory traffic of the forward, op by op and after the rewrite; None where a size is unknown."""
+    x, size = fake_value(found.read.value), _group_size(found)
+    if x is None or size is None or not isinstance(x.shape[0], int):
+        return None, None
+    one_pass = x.numel() * x.element_size()
+    drops = found.chain.dropout is not None and found.training is not False
+    ops = len(found.chain.before) + len(found.chain.after)
+    before = _NORM_PASSES + _OP_PASSES * ops + (_DROPOUT_PASSES if drops else 0)
+    reads_once = folded.constant is not None or size * x.element_size() <= _CACHED_GROUP
+    return before * one_pass, (2 if reads_once else 3) * one_pass
