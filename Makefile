@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # the name holds a checksum of what is installed, so a change of either file installs again
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
-PYTEST_ARGS ?=
+# one test process a core: compiling a graph is the work of one thread
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test lint kernels bench clean
 .DELETE_ON_ERROR:

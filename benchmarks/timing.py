@@ -29,13 +29,13 @@ def medians(functions: Mapping[str, Callable[[], object]], seconds: float, least
 
 
 def _milliseconds(function: Callable[[], object]) -> float:
-    if torch.cuda.is_available():
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop)
+    _wait_for_the_gpu()
     begin = time.perf_counter()
     function()
+    _wait_for_the_gpu()
     return (time.perf_counter() - begin) * 1000
+
+
+def _wait_for_the_gpu() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""gnfuse: a ``torch.compile`` backend and FX pass that proves, folds and fuses GroupNorm → pointwise → dropout chains."""
+"""gnfuse: a ``torch.compile`` backend and FX pass that folds and fuses GroupNorm → pointwise → dropout chains."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ def rewrite(
 
     Args:
         gm: from ``torch.fx.symbolic_trace``, Dynamo, ``torch.export(...).module()``, ``make_fx`` or AOTAutograd.
-        example_inputs: the graph's inputs (values are not read, only shapes, dtypes and devices). Needed where the graph
-            has no fake values of its own and no parameters, and for everything that depends on a shape or dtype.
+        example_inputs: the graph's inputs (only shapes, dtypes and devices are read). Needed where the graph has no
+            fake values of its own and no parameters, and for everything that depends on a shape or dtype.
         options: gnfuse's own options.
 
     Returns:
-        The same module, and the report: one `Site` for each GroupNorm. Graph, ``state_dict`` keys, ``train()``/``eval()``
+        The same module, and the report: one `Site` for each GroupNorm. ``state_dict`` keys, ``train()``/``eval()``
         switching and ``node.meta`` stay; where no site is rewritten the graph is not touched.
 
     Raises:
@@ -51,7 +51,7 @@ def _record_fake_values(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         return
     try:
         FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*example_inputs)
-    except Exception:  # noqa: BLE001 - data-dependent code, or inputs that do not fit: the graph says less, that is all
+    except Exception:  # - data-dependent code, or inputs that do not fit: the graph says less, that is all
         for node in gm.graph.nodes:
             node.meta.pop("val", None)
 

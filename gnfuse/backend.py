@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,13 +39,16 @@ def gnfuse(
         ValueError: for an unknown option or inner backend, or a mode that the inner backend has not.
     """
     ours, inner_options = split(options)
+    mode = mode or ours.mode
     if mode is not None and ours.inner != "inductor":
         raise ValueError(f"mode={mode!r} needs inner='inductor', not {ours.inner!r}")
     report = passes.run(gm)
+    compiled = _compile_inner(ours, gm, example_inputs, mode, inner_options)
+    # only now: Dynamo may throw an attempt away half-way through the inner backend, and trace again
     with _reports_lock:
         _reports.append(report)
     _log(report)
-    return _compile_inner(ours, gm, example_inputs, mode, inner_options)
+    return compiled
 
 
 def reports() -> list[Report]:
@@ -77,13 +81,27 @@ def _compile_inner(
         from torch._inductor.compile_fx import compile_fx
 
         patches = {**(list_mode_options(mode) if mode is not None else {}), **inner_options}
-        patches = {key.replace("-", "_"): value for key, value in patches.items()}
-        return compile_fx(gm, list(example_inputs), config_patches=patches or None)  # type: ignore[no-any-return]
+        patches = {key.replace("-", "_"): value for key, value in patches.items()} | _order_of_draws(gm, inner_options)
+        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches or None)
+        return compiled  # type: ignore[no-any-return]
     if ours.inner == "eager" and not _has_higher_order_ops(gm):
         return gm.forward
     from torch._dynamo.backends.debugging import aot_eager
 
-    return aot_eager(gm, list(example_inputs))  # type: ignore[no-any-return]
+    return aot_eager(gm, list(example_inputs))
+
+
+def _order_of_draws(gm: GraphModule, inner_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's scheduler moves independent random ops over one another for peak memory, so that each draws another's
+    part of the stream; with a fused dropout in the graph it must keep the program's order."""
+    if not passes.draws(gm):
+        return {}
+    if inner_options.get("reorder_for_peak_memory"):
+        warnings.warn(
+            "gnfuse turns reorder_for_peak_memory off: it would give this graph's dropouts other masks than eager's",
+            stacklevel=2,
+        )
+    return {"reorder_for_peak_memory": False}
 
 
 def _has_higher_order_ops(gm: GraphModule) -> bool:

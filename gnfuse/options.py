@@ -16,12 +16,14 @@ class Options:
 
     Attributes:
         inner: the backend that compiles the rewritten graph: "inductor", "aot_eager", or "eager".
+        mode: Inductor's mode, as ``torch.compile(mode=...)``, which torch does not allow together with options.
 
     Raises:
         ValueError: for another inner backend.
     """
 
     inner: str = "inductor"
+    mode: str | None = None
 
     def __post_init__(self) -> None:
         if self.inner not in INNER_BACKENDS:
@@ -36,7 +38,7 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     """gnfuse's options, and those that are Inductor's (``max_autotune``, ``triton.cudagraphs``, ...).
 
     Raises:
-        ValueError: for a key that neither knows, with the nearest ones; for Inductor options with another inner backend.
+        ValueError: for a key that neither knows, with the nearest ones; for Inductor's with another inner backend.
     """
     own: dict[str, Any] = {}
     inner: dict[str, Any] = {}

@@ -56,12 +56,12 @@ def renderable(report: Report) -> RenderableType:
 def summary(report: Report) -> str:
     """The totals in one line."""
     if not report.sites:
-        return "gnfuse: no GroupNorm in the graph, nothing changed"
+        return f"gnfuse: {'' if report.notes else 'no GroupNorm in the graph, '}nothing changed"
     count = len(report.sites)
     line = f"gnfuse: {count} site{'s' * (count != 1)}: "
     line += ", ".join(f"{report.count(status)} {status}" for status in STYLES)
     if report.bytes_before:
-        line += f"; memory traffic of a forward {traffic(report.bytes_before, report.bytes_after)}"
+        line += f"; forward traffic {traffic(report.bytes_before, report.bytes_after)}"
     return line
 
 
@@ -90,14 +90,12 @@ def where(site: Site) -> str:
 
 def details(site: Site) -> Iterator[tuple[str, str | ProofStep]]:
     """The labelled lines under the table, each a text or a step of the proof, in their order."""
-    if site.status != "refused":
-        yield "becomes", site.result
     for step in site.proof:
         yield "proof", step
     if GUARDS[site.guard]:
         yield "guard", GUARDS[site.guard]
     if site.reason:
-        yield "refused" if site.status == "refused" else "ends", site.reason
+        yield "refused" if site.status == "refused" else "stop", site.reason
     if site.stopped_at:
         yield "at", f"node {site.stopped_at}"
     if site.status != "refused" and site.bytes_before is not None and site.bytes_after is not None:
@@ -111,7 +109,7 @@ def alike(report: Report) -> dict[object, list[tuple[int, Site]]]:
     groups: dict[object, list[tuple[int, Site]]] = {}
     for number, site in enumerate(report.sites, 1):
         said = tuple(line for line in details(site) if line[0] not in OF_ONE_SITE)
-        groups.setdefault((site.status, said), []).append((number, site))
+        groups.setdefault((site.status, site.pattern, site.result, said), []).append((number, site))
     return groups
 
 
@@ -151,10 +149,10 @@ def _details(group: list[tuple[int, Site]]) -> RenderableType:
     title = text(f"{ranges([number for number, _ in group])}  ")
     title.append_text(text(site.status, STYLES[site.status]))
     alone = len(group) == 1
-    if alone:
-        title.append_text(text(f"  {where(site)}" + (f"  (node {site.node})" if site.source else "")))
+    node = f"  (node {site.node})" if site.source else ""
+    title.append_text(text(f"  {where(site)}{node}" if alone else f"  {site.pattern}"))
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(no_wrap=True, style="dim", min_width=len("refused"))
     grid.add_column(overflow="fold")
     last = ""
     for label, content in details(site):

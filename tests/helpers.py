@@ -101,10 +101,18 @@ def assert_outcome_equal(actual: Outcome, expected: Outcome, strides: bool = Tru
         assert_equal(actual.grads[name], e, f"gradient of {name}", strides=False)
 
 
-def assert_near(actual: Tensor, eager: Tensor, exact: Tensor, what: str, ulps: float = 4.0) -> None:
-    """The error against float64 is at most 1.5 times eager's and a few ulps of the result's scale; same non-finites."""
+def assert_near(
+    actual: Tensor, eager: Tensor, exact: Tensor, what: str, ulps: float = 4.0, work: torch.dtype | None = None
+) -> None:
+    """The error against float64 is at most 1.5 times eager's and a few ulps of the result's scale; same non-finites.
+
+    ``work``: the dtype whose ulps count, where the values on the way were of a lower one than the result (autocast).
+    """
     assert actual.dtype == eager.dtype, f"{what}: dtype {actual.dtype}, eager {eager.dtype}"
     assert actual.shape == eager.shape, f"{what}: shape {tuple(actual.shape)}, eager {tuple(eager.shape)}"
+    if not eager.is_floating_point():  # a mask, an integer, a complex number: no rounding of ours is in it
+        assert_equal(actual, eager, what, strides=False)
+        return
     for kind, test in (("NaN", torch.isnan), ("Inf", torch.isinf)):
         assert torch.equal(test(actual), test(eager)), f"{what}: {kind} elsewhere than eager's"
     finite = eager.isfinite()
@@ -113,24 +121,26 @@ def assert_near(actual: Tensor, eager: Tensor, exact: Tensor, what: str, ulps: f
     exact = exact[finite].double()
     error = float((actual[finite].double() - exact).abs().max())
     allowed = 1.5 * float((eager[finite].double() - exact).abs().max())
-    allowed += ulps * torch.finfo(eager.dtype).eps * float(exact.abs().max())
+    allowed += ulps * torch.finfo(work or eager.dtype).eps * float(exact.abs().max())
     assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-def assert_outcome_near(actual: Outcome, eager: Outcome, exact: Outcome, strides: bool = True) -> None:
+def assert_outcome_near(
+    actual: Outcome, eager: Outcome, exact: Outcome, strides: bool = True, work: torch.dtype | None = None
+) -> None:
     """Outputs and gradients as near to float64 as eager's; generator, strides and dtypes equal."""
     assert len(actual.outs) == len(eager.outs) == len(exact.outs)
     for i, (a, e, x) in enumerate(zip(actual.outs, eager.outs, exact.outs, strict=True)):
         if strides:
             assert a.stride() == e.stride(), f"output {i}: strides {a.stride()}, eager {e.stride()}"
-        assert_near(a, e, x, f"output {i}")
+        assert_near(a, e, x, f"output {i}", work=work)
     assert torch.equal(actual.rng, eager.rng), "the generator is not where eager leaves it"
     assert actual.grads.keys() == eager.grads.keys()
     for name, e in eager.grads.items():
         a, x = actual.grads[name], exact.grads[name]
         assert (a is None) == (e is None), f"gradient of {name}: one is None"
         if a is not None and e is not None and x is not None:
-            assert_near(a, e, x, f"gradient of {name}", ulps=16.0)
+            assert_near(a, e, x, f"gradient of {name}", ulps=16.0, work=work)
 
 
 # ---- tracing ------------------------------------------------------------------------------------------------

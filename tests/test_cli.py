@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,12 @@ def get_init_inputs():
 
 not_a_class = 3
 """
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No phrase that a test looks for is broken over two lines."""
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture
@@ -150,7 +157,7 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.Captur
 
 def test_the_console_script_runs_and_an_ascii_terminal_breaks_nothing(problem: Path):
     script = Path(sys.executable).with_name("gnfuse")
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "ascii", "HOME": str(problem.parent)}
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
         [script, "explain", problem, "--eval"], capture_output=True, text=True, timeout=120, env=environment
     )

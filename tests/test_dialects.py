@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from helpers import (
     Outcome,
     Traced,
     all_graphs,
+    assert_equal,
     assert_outcome_equal,
     assert_outcome_near,
     count_target,
@@ -28,6 +29,7 @@ from helpers import (
     fused_nodes,
     run,
     trace,
+    upstream,
 )
 from torch import Tensor, nn
 
@@ -41,6 +43,23 @@ FOUR = (FX, DYNAMO, PRE, MAKE_FX)
 PYTHON = (FX, DYNAMO)
 ATEN = (PRE, MAKE_FX)
 SIX = (FX, DYNAMO, EXPORT, PRE, MAKE_FX, AOT)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """ATen splits even a tiny GroupNorm over threads: 15 ms instead of 20 us where both cores are busy otherwise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_internal_fault(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The pass leaves a graph alone after a fault of its own, and logs it: right for users, a failure here."""
+    yield
+    faults = [r.getMessage() for r in caplog.get_records("call") if "internal fault" in r.getMessage()]
+    assert not faults, faults
 
 
 class Block(nn.Module):
@@ -84,7 +103,8 @@ def has_backward(block: nn.Module, *args: Tensor) -> bool:
     try:
         run(block, *args, params=block.named_parameters())
     except RuntimeError as error:
-        if "derivative" in str(error) or "inplace operation" in str(error):
+        known = "derivative", "inplace operation", "does not have a device"  # the last: a GroupNorm with a bias alone
+        if any(text in str(error) for text in known):
             return False
         raise
     return True
@@ -111,10 +131,11 @@ def check(
     dialect: str,
     block: nn.Module,
     *args: Tensor,
-    exact: Outcome | None | bool = None,
+    exact: Outcome | bool | None = None,
     like_module: bool = True,
     grad: bool = True,
     strides: bool = True,
+    example_inputs: bool = False,
 ) -> Checked:
     """Rewrites ``block``'s graph and compares it with the graph as it was and with the module.
 
@@ -126,7 +147,7 @@ def check(
     params = list(block.named_parameters())
     grad = grad and traced.grad and has_backward(block, *args)
     before = run(traced, *args, params=params, grad=grad)
-    _, report = gnfuse.rewrite(traced.gm)
+    _, report = gnfuse.rewrite(traced.gm, args if example_inputs else None)
     traced.gm.graph.lint()
     for g in all_graphs(traced.gm):
         g.graph.lint()
@@ -383,7 +404,6 @@ ACTIVATIONS = [
             "F.sigmoid(x)",
             "x.sigmoid()",
             "x.sigmoid_()",
-            "torch.special.expit(x)",
             "module(nn.Sigmoid)",
         )
     ],
@@ -498,7 +518,6 @@ CASTS = [
             "x.to(torch.bfloat16)",
             "x.to(dtype=torch.bfloat16)",
             "x.type(torch.bfloat16)",
-            "x.to(x.device, torch.bfloat16)",
         ),
         "float16": ("x.half()", "x.to(torch.float16)"),
     }.items()
@@ -533,7 +552,8 @@ DROPOUT = [
     spell("torch.relu(F.dropout(x, 0.2, False))", op("relu")),
     spell("torch.relu(F.dropout(x, 0.0))", op("relu")),
     spell("torch.relu(torch.dropout(x, 0.2, False))", op("relu")),
-    spell("F.dropout(torch.relu(x), 1.0)", op("relu"), op("mul", 0)),
+    # AOTAutograd's native_dropout draws at p = 1, and gives zeros where eager gives NaN: a test of its own
+    spell("F.dropout(torch.relu(x), 1.0)", op("relu"), op("mul", 0), dialects=(*FOUR, EXPORT)),
 ]
 TABLES: dict[str, list[Spelling]] = {
     "minimum": MINIMUM,
@@ -644,6 +664,8 @@ def test_spelling_in_bfloat16_equals_eager(table: str, spelling: Spelling, diale
         "torch.min(x, T([0.5]))",
         "torch.min(x, torch.full((1,), 0.5))",
         "torch.min(x, torch.tensor(0.5).expand(5))",
+        "torch.special.expit(x)",
+        "x.to(x.device, torch.bfloat16)",
         "x.float()",
         "x.double()",
         "x.clamp(float('-inf'), float('inf'))",
@@ -726,7 +748,8 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("dialect", SIX)
 @pytest.mark.parametrize("form", NORMS)
 def test_group_norm_forms_are_found(form: str, dialect: str) -> None:
-    checked = check(dialect, NORMS[form](), data())
+    # a symbolic_trace graph without a parameter says nothing of dtype and device: the inputs do
+    checked = check(dialect, NORMS[form](), data(), example_inputs=dialect == FX)
     assert (checked.site.status, checked.site.pattern) == ("fused", pattern_of(op("relu")))
 
 
@@ -808,7 +831,8 @@ def test_tensor_of_the_module_is_no_constant_bound(kind: str, dialect: str) -> N
     bound = getattr(checked.traced.gm, "bound", None)
     if isinstance(bound, Tensor) and bound is not block.bound:
         bound.data.fill_(0.125)
-    assert_outcome_equal(run(checked.traced, data(), params=params), run(block, data(), params=params))
+    eager = run(block, data(), params=params)
+    assert_outcome_near(run(checked.traced, data(), params=params), eager, exact_of(block, data()))
 
 
 class TwoInputs(nn.Module):
@@ -827,21 +851,15 @@ class TwoInputs(nn.Module):
     [
         lambda y, t: torch.min(torch.relu(y), t),
         lambda y, t: torch.relu(y).clamp(min=t),
-        lambda y, t: torch.relu(y).clamp(0.0, t),
+        lambda y, t: torch.relu(y).clamp(t - 1, t),
         lambda y, t: torch.relu(y) + t,
         lambda y, t: torch.relu(y) * t,
         lambda y, t: t / (torch.relu(y) + 1),
     ],
-    ids=["min", "clamp_min", "clamp_max", "add", "mul", "div"],
+    ids=["min", "clamp_min", "clamp", "add", "mul", "div"],
 )
 @pytest.mark.parametrize("shape", [(), (1, 8, 1, 1)], ids=["0-dim", "per-channel"])
 def test_tensor_input_is_no_constant(shape: tuple[int, ...], f: Callable[..., Any], dialect: str) -> None:
-    if dialect != FX and shape == () and f(data(), T(1.0)) is None:
-        return
-    try:
-        f(data(), data(*shape) if shape else T(0.5))
-    except TypeError:  # clamp takes a number and a tensor in no overload
-        return
     block = TwoInputs(f)
     checked = check(dialect, block, data(), data(*shape, seed=9).abs() + 0.25 if shape else T(0.5))
     assert checked.site.status == "fused"
@@ -901,6 +919,15 @@ def test_bound_written_in_place_after_its_use(dialect: str) -> None:
     check(dialect, Block(f), data())
 
 
+@pytest.mark.parametrize("dialect", FOUR)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bounds_are_compared_after_rounding_to_the_dtype(dtype: torch.dtype, dialect: str) -> None:
+    """0.3 as a float32 tensor is 0.30000001192..., as clamp's Python number 0.3: one number once rounded."""
+    block = Block(lambda x: torch.min(x, torch.tensor(0.3)).clamp(0.3, 0.7)).to(dtype)
+    checked = check(dialect, block, data(dtype=dtype))
+    assert checked.site.status == "folded", checked.site
+
+
 def test_sym_float_bound_is_no_constant() -> None:
     def f(x: Tensor, w: Tensor, b: Tensor, high: float) -> Tensor:
         return F.group_norm(x, 4, w, b).relu().clamp(0.0, high)
@@ -930,7 +957,7 @@ def test_bound_outside_the_dtype_range_still_raises(dtype: torch.dtype, dialect:
         return
     torch._dynamo.reset()
     compiled = torch.compile(block, backend="gnfuse", options={"inner": "aot_eager"})
-    with pytest.raises(Exception, match="overflow|convert"):
+    with pytest.raises(Exception, match=r"overflow|convert"):
         compiled(x)
 
 
@@ -1525,9 +1552,12 @@ def test_write_through_what_aliases_its_input_reaches_the_input(through: str, di
             z.add_(1)
             return y, z
 
-    checked = check(dialect, Alias(), data(), grad=False)
-    assert torch.equal(checked.after.outs[0], checked.after.outs[1])
-    check(dialect, Alias().eval(), data(), grad=False)
+    for alias in (Alias(), Alias().eval()):
+        # Dynamo returns a value once where both names are one object (Identity)
+        same_count = dialect != DYNAMO or through != "Identity"
+        checked = check(dialect, alias, data(), grad=False, like_module=same_count)
+        assert_equal(checked.after.outs[0], checked.after.outs[-1])
+        assert_equal(checked.after.outs[0], run(alias, data(), grad=False).outs[0])
 
 
 @pytest.mark.parametrize("dialect", [FX, DYNAMO, PRE, MAKE_FX])
@@ -1673,6 +1703,14 @@ def test_dropout_with_p_1_is_a_product_with_zero(dialect: str) -> None:
     assert torch.equal(checked.after.rng, torch.get_rng_state())
 
 
+def test_native_dropout_with_p_1_stays_what_the_aot_graph_computes() -> None:
+    """It draws, and gives plain zeros."""
+    x = data()
+    x[0, 0, 0, 0] = math.nan
+    checked = check(AOT, Block(lambda y: F.dropout(torch.relu(y), 1.0)), x, like_module=False)
+    assert int(checked.after.outs[0].isnan().sum()) == int(checked.before.outs[0].isnan().sum())
+
+
 # ---- regions and bodies -------------------------------------------------------------------------------------
 
 
@@ -1810,13 +1848,15 @@ def test_layout_of_the_input_reaches_output_and_mask_as_in_eager(kind: str, layo
     assert report.sites[0].status == kind
 
     def call(m: nn.Module, x: Tensor, params: Any) -> Outcome:
+        # the layout as it is, which a clone would not keep; and a leaf, as eager's GroupNorm crashes in the backward of
+        # a channels_last input that needs no gradient (torch 2.13)
+        x = x.detach().requires_grad_()
         torch.manual_seed(1234)
         out = m(x)
         rng = torch.get_rng_state()
-        g = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(out.dtype)
-        names = [n for n, _ in params]
-        grads = torch.autograd.grad(out, [p for _, p in params], g)
-        return Outcome((out.detach(),), dict(zip(names, grads, strict=True)), rng)
+        leaves = {**dict(params), "x": x}
+        grads = torch.autograd.grad(out, list(leaves.values()), upstream(out))
+        return Outcome((out.detach(),), dict(zip(leaves, grads, strict=True)), rng)
 
     eager, outcome = call(block, x, params), call(gm, x, params)
     double = copy.deepcopy(block).double()

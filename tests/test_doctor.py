@@ -13,6 +13,12 @@ from gnfuse.kernels import probes
 SECTIONS = ["versions", "machine", "build", "kernels", "eager PyTorch here"]
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No phrase that a test looks for is broken over two lines."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def test_every_section_and_every_probe_is_reported(capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -25,11 +25,13 @@ def assert_close(got: Outcome, want: Outcome) -> None:
     assert torch.equal(got.rng, want.rng), "the generator does not end where eager leaves it"
     assert got.grads.keys() == want.grads.keys()
     pairs = list(zip(got.outs, want.outs, strict=True)) + [(got.grads[k], want.grads[k]) for k in want.grads]
+    largest = max(float(theirs.abs().max()) for _, theirs in pairs if theirs is not None and theirs.numel())
     for mine, theirs in pairs:
         assert (mine is None) == (theirs is None)
         if mine is not None and theirs is not None:
-            scale = float(theirs.abs().max()) if theirs.numel() else 0.0
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5 * max(scale, 1e-3))
+            # a gradient that is 0 but for rounding (a bias before a norm of its own) is as exact as its terms
+            scale = max(float(theirs.abs().max()) if theirs.numel() else 0.0, 0.01 * largest)
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5 * scale)
 
 
 def check_model(
@@ -90,12 +92,21 @@ def test_a_res_block_with_dropout_zero_ends_its_chain_at_the_activation() -> Non
     assert all("dropout" not in site.result for site in sites)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_a_res_block_inside_inductor_keeps_eagers_masks(layout: Any) -> None:
-    model = ResBlock(8, 16).to(memory_format=layout)
-    modes = (True,) if layout == torch.channels_last else (True, False)
-    x = noise(2, 8, 8, 8).to(memory_format=layout)
-    assert counts(check_model(model, x, noise(2, 16), inner="inductor", modes=modes)) == {"fused": 2}
+def test_a_channels_last_res_block_is_fused_and_keeps_its_layout() -> None:
+    model = ResBlock(8, 16).to(memory_format=torch.channels_last)
+    x = noise(2, 8, 8, 8).to(memory_format=torch.channels_last)
+    assert counts(check_model(model, x, noise(2, 16))) == {"fused": 2}
+
+
+def test_a_res_block_with_a_dynamic_batch_is_as_eager() -> None:
+    model = ResBlock(8, 8)
+    randomise(model)
+    owner = copy.deepcopy(model)
+    compiled, sites = by_compile(owner, dynamic=True)
+    for n in (2, 3, 5):
+        inputs = (noise(n, 8, 8, 8), noise(n, 16))
+        assert_close(call(compiled, inputs, owner=owner), call(model, inputs))
+    assert counts(sites()) == {"fused": 2}
 
 
 def test_a_scale_shift_block_refuses_the_second_site_for_its_tensor_operand() -> None:
@@ -132,6 +143,11 @@ def test_a_monai_unit_is_one_fused_site_in_either_order(name: str, dims: int) ->
     sites = check_model(monai_unit(order, act(), dims), noise(2, 3, *[6] * dims))
     assert counts(sites) == {"fused": 1}
     assert pattern in sites[0].pattern
+
+
+def test_a_monai_unit_inside_inductor_keeps_eagers_mask() -> None:
+    (site,) = check_model(monai_unit("NAD", nn.ReLU6(), 2), noise(2, 3, 6, 6), inner="inductor", modes=(True,))
+    assert site.status == "fused"
 
 
 def test_monais_default_prelu_ends_the_chain() -> None:
@@ -331,22 +347,6 @@ def test_a_2d_unet_fuses_every_chain_and_refuses_only_the_attention_norm() -> No
 def test_a_3d_unet_fuses_every_chain() -> None:
     sites = check_model(UNet(3), *unet_inputs(3))
     assert counts(sites) == {"fused": 7}
-
-
-def test_a_channels_last_2d_unet_is_as_eager() -> None:
-    model = UNet(2).to(memory_format=torch.channels_last)
-    x, t = unet_inputs(2)
-    check_model(model, x.to(memory_format=torch.channels_last), t, modes=(True,))
-
-
-def test_a_2d_unet_with_a_dynamic_batch_is_as_eager() -> None:
-    model = UNet(2)
-    randomise(model)
-    owner = copy.deepcopy(model)
-    compiled, sites = by_compile(owner, dynamic=True)
-    for n in (2, 3, 5):
-        assert_close(call(compiled, unet_inputs(2, n), owner=owner), call(model, unet_inputs(2, n)))
-    assert counts(sites()) == {"fused": 7, "refused": 1}
 
 
 def test_a_checkpointed_unet_draws_its_masks_again_in_backward() -> None:

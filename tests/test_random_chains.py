@@ -127,11 +127,18 @@ class Chained(nn.Module):
         zero = case.special == "zero affine"
         make = (lambda: torch.zeros(channels)) if zero else (lambda: torch.randn(channels))
         self.weight = nn.Parameter(make().to(dtype)) if case.affine[0] else None
-        self.bias = nn.Parameter(make().to(dtype)) if case.affine[1] else None
+        # eager raises for the gradient of a bias without a weight
+        self.bias = nn.Parameter(make().to(dtype), requires_grad=case.affine[0]) if case.affine[1] else None
         self.drop = nn.Dropout(next((s.p for s in case.steps if isinstance(s, Dropout)), 0.0))
+
+    def keep_gradient(self, y: Tensor) -> None:
+        """For the float64 run: the gradient at the GroupNorm's output gives x's its scale."""
+        if type(y) is Tensor and y.dtype == torch.float64 and y.requires_grad:
+            y.register_hook(lambda g: setattr(self, "largest_dy", g.nan_to_num().abs().max().item()))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = F.group_norm(x, self.case.groups, self.weight, self.bias)
+        self.keep_gradient(y)
         kept = []
         for i, (step, spelling) in enumerate(zip(self.case.steps, self.case.spellings, strict=True)):
             if i == self.case.second_user:
@@ -203,8 +210,10 @@ def assert_bit_equal(got: Tensor | None, want: Tensor | None, what: str) -> None
         assert bool(((got == want) | want.isnan()).all()), f"{what}: {(got - want).abs().max()}"
 
 
-def assert_as_near(got: Tensor | None, want: Tensor | None, exact: Tensor | None, skip: Tensor | None, what: str) -> None:
-    """No farther from float64 than eager by more than rounding; NaN where float64 has NaN."""
+def assert_as_near(
+    got: Tensor | None, want: Tensor | None, exact: Tensor | None, skip: Tensor | None, scale: float, what: str
+) -> None:
+    """No farther from float64 than eager by more than rounding at this scale; NaN where float64 has NaN."""
     assert (got is None) == (want is None), what
     if got is None or want is None or exact is None:
         return
@@ -217,9 +226,21 @@ def assert_as_near(got: Tensor | None, want: Tensor | None, exact: Tensor | None
         return
     assert bool(got.isfinite()[representable].all()), f"{what}: not finite where eager is"
     error, eager_error = ((t.double() - exact).abs()[representable].max().item() for t in (got, want))
-    scale = max(exact[representable].abs().max().item(), 1e-3)
-    allowed = 1.5 * eager_error + 8 * torch.finfo(got.dtype).eps * scale
+    largest = max(exact[representable].abs().max().item(), 1e-3)
+    computed_in = torch.promote_types(got.dtype, torch.float32)
+    allowed = 1.5 * eager_error + 8 * torch.finfo(got.dtype).eps * largest + 16 * torch.finfo(computed_in).eps * scale
     assert error <= allowed, f"{what}: {error:.3g}, eager {eager_error:.3g}, allowed {allowed:.3g}"
+
+
+def largest_rstd(case: Case, x: Tensor) -> float:
+    groups = x.double().reshape(x.shape[0], case.groups, -1)
+    return (groups.var(-1, unbiased=False) + 1e-5).rsqrt().nan_to_num().max().item()
+
+
+def gradient_scale(case: Case, module: Chained, x: Tensor) -> float:
+    """The largest term of dx = rstd gamma dy - ...: what cancels in it leaves rounding of this size."""
+    gamma = 1.0 if module.weight is None else module.weight.abs().max().item()
+    return float(largest_rstd(case, x) * gamma * module.largest_dy)
 
 
 def differentiable(case: Case, dtype: torch.dtype) -> Case:
@@ -256,11 +277,16 @@ def check(case: Case, dtype: torch.dtype) -> None:
         for i, (wg, gg) in enumerate(zip(want.grads, got.grads, strict=True)):
             assert_bit_equal(gg, wg, f"gradient {i}")
         return
-    exact = run(copy.deepcopy(module).double(), x.double(), upstream, case.seed)
+    in_float64 = copy.deepcopy(module).double()
+    exact = run(in_float64, x.double(), upstream, case.seed)
     for i, (w, g, e) in enumerate(zip(want.outs, got.outs, exact.outs, strict=True)):
-        assert_as_near(g, w, e, jump, f"output {i}")
+        # there is nothing more exact than float64 to compare float64 with: allow what x * rstd rounds to
+        assert_as_near(g, w, e, jump, largest_rstd(case, x) if dtype == torch.float64 else 1.0, f"output {i}")
+    scale = gradient_scale(case, in_float64, x)
+    if dtype == torch.float64 and any(isinstance(s, Op) and s.name == "hardsigmoid" for s in case.steps):
+        scale *= 1e8  # eager's slope is 1/6 rounded to float32
     for i, (wg, gg, eg) in enumerate(zip(want.grads, got.grads, exact.grads, strict=True)):
-        assert_as_near(gg, wg, eg, None, f"gradient {i}")
+        assert_as_near(gg, wg, eg, None, scale, f"gradient {i}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -68,9 +68,7 @@ def test_totals_count_each_status_and_the_bytes_of_rewritten_sites_of_known_size
 
 def test_text_starts_with_the_totals():
     first = REPORT.render(200).splitlines()[0]
-    assert first == (
-        "gnfuse: 3 sites: 1 folded, 1 fused, 1 refused; memory traffic of a forward 5.00 MB → 1.50 MB, 3.50 MB saved"
-    )
+    assert first == ("gnfuse: 3 sites: 1 folded, 1 fused, 1 refused; forward traffic 5.00 MB → 1.50 MB, 3.50 MB saved")
 
 
 def test_text_has_one_row_a_site_then_proof_and_reasons():
@@ -82,7 +80,7 @@ def test_text_has_one_row_a_site_then_proof_and_reasons():
     assert "min-clamp: clamp(min(x, a), a, b) = a where a <= b" in tail
     assert "constant(0) → dropout(0.2)  ⇒  constant(0)" in tail and "the generator moves" in tail
     assert "guard    local" in tail
-    assert "wrap_body_0: model.py:40" in tail and "ends     conv2d is not pointwise" in tail
+    assert "wrap_body_0: model.py:40" in tail and "stop     conv2d is not pointwise" in tail
     assert "refused  add: the other operand is a tensor" in tail and "node add_1" in tail
     assert "training was True when the graph was traced" in tail and tail.endswith("note: a note on the graph")
 
@@ -91,11 +89,19 @@ def test_text_of_a_graph_without_group_norm_says_so():
     assert str(Report()) == "gnfuse: no GroupNorm in the graph, nothing changed"
 
 
+def test_text_of_a_graph_left_alone_for_another_reason_says_only_that():
+    assert str(Report(notes=("internal fault, graph left alone",))).splitlines() == [
+        "gnfuse: nothing changed",
+        "",
+        "note: internal fault, graph left alone",
+    ]
+
+
 def test_sites_of_which_the_same_is_said_are_told_together():
     again = [dataclasses.replace(FOLDED, node=f"group_norm_{i}", source=f"unet.py:{i}") for i in range(20)]
     text = Report((*again[:10], REFUSED, *again[10:])).render(140)
     assert text.count("min-clamp:") == 1
-    assert "1-10, 12-21  folded" in text
+    assert f"1-10, 12-21  folded  {FOLDED.pattern}" in text
     assert all(f"unet.py:{i}" in text for i in range(20))
 
 

@@ -211,11 +211,18 @@ def _ninja_file(compiler: str) -> str:
         f"  command = {compiler} -shared $in -o $out -L{torch_lib} -ltorch_cpu -lc10 {gomp}",
         "  description = link $out",
     ]
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)  # long ones first
-    for path in sources:
+    units = _units()
+    for path in units:
         lines += [f"build {path.stem}.o: compile {path}", f"  isa = {' '.join(capability_flags(path.name))}"]
-    lines += [f"build {LIBRARY}: link {' '.join(path.stem + '.o' for path in sources)}", f"default {LIBRARY}"]
+    lines += [f"build {LIBRARY}: link {' '.join(path.stem + '.o' for path in units)}", f"default {LIBRARY}"]
     return "\n".join(lines) + "\n"
+
+
+def _units() -> list[Path]:
+    """What is compiled: the sources, but for those that tensors.cc includes; long ones first."""
+    first = [SOURCES / "tensors.cc", SOURCES / "registration.cpp"]
+    included = {SOURCES / f"{name}.cpp" for name in ("arguments", "constant", "generator", "operators")}
+    return [*first, *sorted(set(SOURCES.glob("*.cpp")) - included - set(first))]
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """The ops ``torch.ops.gnfuse.*``: loading the library, fake kernels, autograd. Schemas and CPU kernels are in ``csrc/``.
 
 ``chain`` is what the forward computes and ``source`` the function whose gradient is taken, both as texts of
-`gnfuse.chain.format_steps`; what each step means is `gnfuse.kernels.reference`. The ops do not support vmap: torch's own
-error says so. They have no double backward: differentiating twice raises NotImplementedError.
+`gnfuse.chain.format_steps`; what each step means is `gnfuse.kernels.reference`. There is no double backward: differentiating
+twice raises NotImplementedError. Under vmap the pointwise op runs sample by sample (torch's fallback, with its warning) and
+the random one raises NotImplementedError, because the fallback would ignore vmap's `randomness`.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ def _register(library: str) -> None:
     torch.library.register_autograd("gnfuse::group_norm_dropout", _dropout_gradient, setup_context=_save_dropout)
     for name in ("group_norm_pointwise_backward", "group_norm_dropout_backward"):
         torch.library.register_autograd(f"gnfuse::{name}", _no_double_backward)
+    torch.library.register_vmap("gnfuse::group_norm_dropout", _no_vmap)
 
 
 # ---- fake kernels: shapes, strides and dtypes, for symbolic sizes too
@@ -98,21 +100,24 @@ def _chain_facts(chain: str) -> tuple[bool, torch.dtype | None]:
     return isinstance(first, Op) and first.name == "constant", dtype
 
 
-
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, check_batch: bool) -> None:
     torch._check(x.dim() >= 2, lambda: f"Expected at least 2 dimensions for input tensor but received {x.dim()}")
     torch._check(num_groups > 0, lambda: f"Expected num groups to be greater than 0, got {num_groups}")
     torch._check(
         x.shape[1] % num_groups == 0,
-        lambda: f"Expected number of channels in input to be divisible by num_groups, but got input of shape "
-        f"{list(x.shape)} and num_groups={num_groups}",
+        lambda: (
+            f"Expected number of channels in input to be divisible by num_groups, but got input of shape "
+            f"{list(x.shape)} and num_groups={num_groups}"
+        ),
     )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             torch._check(
                 parameter.dim() == 1 and parameter.shape[0] == x.shape[1],
-                lambda name=name, parameter=parameter: f"Expected {name} to be a vector of size equal to the number of "
-                f"channels in input, but got {name} of shape {list(parameter.shape)} and input of shape {list(x.shape)}",
+                lambda name=name, parameter=parameter: (
+                    f"Expected {name} to be a vector of size equal to the number of "
+                    f"channels in input, but got {name} of shape {list(parameter.shape)} and input of shape {list(x.shape)}"
+                ),
             )
     if check_batch:
         values = x.shape[0] * x.shape[1] // num_groups
@@ -218,7 +223,7 @@ def _dropout_backward_fake(
     return _gradient_fakes(x, weight, bias, output_mask)
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "group_norm_pointwise": _pointwise_fake,
     "group_norm_dropout": _dropout_fake,
     "group_norm_pointwise_backward": _pointwise_backward_fake,
@@ -291,3 +296,7 @@ def _no_double_backward(ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(
         "gnfuse's fused GroupNorm has no double backward: compile without gnfuse, or leave this GroupNorm alone"
     )
+
+
+def _no_vmap(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("gnfuse's fused GroupNorm with dropout does not work under vmap: compile without gnfuse")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gnfuse import kernels
 from gnfuse.passes import match, rewrite
 from gnfuse.passes.plan import Plan, plan
+from gnfuse.passes.positions import Positions
 from gnfuse.report import Report, Site
 
 logger = logging.getLogger("gnfuse")
@@ -61,9 +62,14 @@ def _run(gm: GraphModule, apply: bool) -> Report:
     return Report(tuple(sites))
 
 
+def draws(gm: GraphModule) -> bool:
+    """Whether a fused op of the rewritten module, or of a graph inside it, draws a dropout mask."""
+    return rewrite.next_site(gm) > 0
+
+
 def plans(gm: GraphModule, path: str = "") -> list[Plan | Site]:
     """What would be done at each GroupNorm of this one graph, in program order."""
-    positions = match.Positions(gm.graph)
+    positions = Positions(gm.graph)
     return [plan(found, gm, positions, path) for found in match.matches(gm)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ def resolve(arg: object, gm: GraphModule) -> Constant | str:
         return Constant(float(arg), None, 0)
     if not isinstance(arg, Node):
         return f"the bound is {arg!r}"
+    if _is_written(arg):
+        return f"the bound {arg.name} is written in place, so its value changes"
     if arg.op == "placeholder":
         return f"the bound {arg.name} is an input of the graph, so its value can change"
     if arg.op == "get_attr":
@@ -59,6 +62,29 @@ def resolve(arg: object, gm: GraphModule) -> Constant | str:
         if maker is not None:
             return _made(arg, maker)
     return f"the bound {arg.name} is computed, so its value is not known"
+
+
+# Views: a write into one is a write into the constant
+_VIEWS = frozenset({
+    "view", "reshape", "expand", "squeeze", "unsqueeze", "detach", "alias", "t", "transpose", "permute", "flatten",
+    "as_strided", "getitem", "narrow", "select", "view_as", "expand_as", "ravel", "data",
+})  # fmt: skip
+
+
+def _is_written(node: Node) -> bool:
+    """Whether some user writes into the tensor or a view of it. (``detach_`` writes nothing.)"""
+    from gnfuse.passes import effects
+    from gnfuse.passes.read import target_name
+
+    for user in node.users:
+        if user.target in _PASS_ON:
+            continue
+        if effects.writes_into(user, node):
+            return True
+        base = target_name(user).removeprefix("aten.").split(".")[0]
+        if base in _VIEWS and _is_written(user):
+            return True
+    return False
 
 
 def _chained(node: Node, inner: Constant | str) -> Constant | str:
@@ -75,13 +101,14 @@ def _moved(node: Node, inner: Constant | str) -> Constant | str:
     for given in (*node.args[1:], *node.kwargs.values()):
         if isinstance(given, torch.dtype) and _real(given):
             value, dtype = float(torch.tensor(value, dtype=given).item()), given
-        elif not isinstance(given, torch.device | str | bool) and not _is_device(given):
+        elif not isinstance(given, torch.device | str | bool) and not _is_attribute(given, "device"):
             return f"the bound {node.name} is converted in a form that gnfuse does not know"
     return Constant(value, dtype, inner.rank, (node, *inner.nodes))
 
 
-def _is_device(arg: object) -> bool:
-    return isinstance(arg, Node) and arg.target is getattr and arg.args[1] == "device"
+def _is_attribute(arg: object, name: str) -> bool:
+    """Whether the argument is ``tensor.name`` of some tensor of the graph."""
+    return isinstance(arg, Node) and arg.target is getattr and arg.args[1] == name
 
 
 def _attribute(node: Node, gm: GraphModule) -> Constant | str:
@@ -93,7 +120,7 @@ def _attribute(node: Node, gm: GraphModule) -> Constant | str:
         return f"the bound {path} is not a tensor"
     if isinstance(holder, torch.nn.Parameter) or holder.requires_grad:
         return f"the bound {path} is a parameter: it needs a gradient of its own, and its value can change"
-    if not _TRACED_LITERAL.match(path):
+    if not _TRACED_LITERAL.match(path) or _is_the_modules_own(node):
         return f"the bound {path} is a buffer, so its value can change after the rewrite"
     if holder.numel() != 1 or holder.device.type == "meta" or not _real(holder.dtype):
         return f"the bound {path} is not one real number"
@@ -103,79 +130,125 @@ def _attribute(node: Node, gm: GraphModule) -> Constant | str:
         return f"the bound {path} has no value here: {why}"
 
 
+def _is_the_modules_own(node: Node) -> bool:
+    """ATen tracers read a literal through ``lift_fresh_copy``; what they read without it is a tensor of the module,
+    which keeps its identity and may change."""
+    lifted = (_ATEN.lift_fresh_copy.default, _ATEN.lift_fresh.default)
+    return any(isinstance(user.target, torch._ops.OpOverload) and user.target not in lifted for user in node.users)
+
+
 def _real(dtype: torch.dtype) -> bool:
     return not dtype.is_complex
 
 
-def _made(node: Node, maker: Callable[[Node], tuple[object, int, torch.dtype | None]]) -> Constant | str:
+@dataclass(frozen=True)
+class _Maker:
+    """How a call makes a constant.
+
+    Attributes:
+        parse: (value, rank) from the node.
+        default: the dtype where none is given; None: that of the value. "input": that of the tensor it is called on.
+    """
+
+    parse: Callable[[Node], tuple[object, int]]
+    default: Callable[[], torch.dtype] | str | None = None
+
+
+def _made(node: Node, maker: _Maker) -> Constant | str:
     try:
-        value, rank, dtype = maker(node)
+        value, rank = maker.parse(node)
+        if not isinstance(value, bool | int | float):
+            return f"the bound {node.name} is not a known number"
     except (IndexError, KeyError, TypeError, ValueError):
         return f"the bound {node.name} is made in a form that gnfuse does not know"
-    if not isinstance(value, bool | int | float) or (dtype is not None and not _real(dtype)):
-        return f"the bound {node.name} is not a known number"
+    dtype = node.kwargs.get("dtype")
+    if (dtype is None and maker.default == "input") or _is_attribute(dtype, "dtype"):
+        if rank > 0 or not _same_in_every_dtype(value):
+            return f"the bound {node.name} has the dtype of another tensor, which may round or promote"
+        return Constant(float(value), None, rank, (node,))
+    if dtype is None and callable(maker.default):
+        dtype = maker.default()
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and _real(dtype)):
+        return f"the bound {node.name} has the dtype {dtype}"
     made = torch.tensor(value, dtype=dtype)  # rounds as the graph would
     return Constant(float(made.item()), made.dtype, rank, (node,))
 
 
-def _arg(node: Node, position: int, *names: str) -> object:
+def _same_in_every_dtype(value: float) -> bool:
+    """Whether no floating dtype rounds the value."""
+    exact = float(value)
+    return math.isnan(exact) or all(
+        float(torch.tensor(exact, dtype=dtype).item()) == exact for dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def _argument(node: Node, position: int, *names: str) -> object:
     for name in names:
         if name in node.kwargs:
             return node.kwargs[name]
     return node.args[position]
 
 
-def _dtype(node: Node) -> torch.dtype | None:
-    dtype = node.kwargs.get("dtype")
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError
-    return dtype
-
-
-def _literal(node: Node) -> tuple[object, int, torch.dtype | None]:
+def _literal(node: Node, position: int = 0) -> tuple[object, int]:
     """``torch.tensor(c)``, ``torch.tensor([c])``."""
     if node.kwargs.get("requires_grad"):
-        raise ValueError
-    data = _arg(node, 0, "data", "s")
+        raise ValueError("needs a gradient of its own")
+    data = _argument(node, position, "data", "s")
     rank = 0
     while isinstance(data, list | tuple):
         (data,) = data
         rank += 1
-    return data, rank, _dtype(node)
+    return data, rank
 
 
 def _rank_of_one(size: object) -> int:
     """The rank of a size that holds one element."""
     if not isinstance(size, list | tuple) or any(not isinstance(n, int) or n != 1 for n in size):
-        raise ValueError
+        raise ValueError("more than one element")
     return len(size)
 
 
-def _filled(value: float) -> Callable[[Node], tuple[object, int, torch.dtype | None]]:
-    def make(node: Node) -> tuple[object, int, torch.dtype | None]:
-        size = node.kwargs["size"] if "size" in node.kwargs else node.args[0] if len(node.args) == 1 else node.args
-        return value, _rank_of_one(size), _dtype(node) or torch.get_default_dtype()
+def _filled(value: float, skip: int = 0) -> Callable[[Node], tuple[object, int]]:
+    """``torch.zeros(())``, ``torch.zeros(1)``, ``x.new_zeros(())`` (skip = 1)."""
 
-    return make
+    def parse(node: Node) -> tuple[object, int]:
+        sizes = node.args[skip:]
+        size = node.kwargs["size"] if "size" in node.kwargs else sizes[0] if len(sizes) == 1 else sizes
+        return value, 1 if size == 1 else _rank_of_one(size)
 
-
-def _full(node: Node) -> tuple[object, int, torch.dtype | None]:
-    return _arg(node, 1, "fill_value"), _rank_of_one(_arg(node, 0, "size")), _dtype(node)
-
-
-def _scalar_tensor(node: Node) -> tuple[object, int, torch.dtype | None]:
-    return _arg(node, 0, "s"), 0, _dtype(node) or torch.get_default_dtype()
+    return parse
 
 
-_MAKERS: dict[object, Callable[[Node], tuple[object, int, torch.dtype | None]]] = {
-    torch.tensor: _literal,
-    torch.as_tensor: _literal,
-    torch.scalar_tensor: _scalar_tensor,
-    _ATEN.scalar_tensor.default: _scalar_tensor,
-    torch.full: _full,
-    _ATEN.full.default: _full,
-    torch.zeros: _filled(0.0),
-    _ATEN.zeros.default: _filled(0.0),
-    torch.ones: _filled(1.0),
-    _ATEN.ones.default: _filled(1.0),
+def _full(node: Node, skip: int = 0) -> tuple[object, int]:
+    return _argument(node, skip + 1, "fill_value"), _rank_of_one(_argument(node, skip, "size"))
+
+
+def _new_tensor(node: Node) -> tuple[object, int]:
+    return _literal(node, 1)
+
+
+def _new_full(node: Node) -> tuple[object, int]:
+    return _full(node, 1)
+
+
+_DEFAULT = torch.get_default_dtype
+
+_MAKERS: dict[object, _Maker] = {
+    torch.tensor: _Maker(_literal),
+    torch.as_tensor: _Maker(_literal),
+    torch.scalar_tensor: _Maker(_literal, _DEFAULT),
+    _ATEN.scalar_tensor.default: _Maker(_literal, _DEFAULT),
+    torch.full: _Maker(_full),
+    _ATEN.full.default: _Maker(_full),
+    torch.zeros: _Maker(_filled(0.0), _DEFAULT),
+    _ATEN.zeros.default: _Maker(_filled(0.0), _DEFAULT),
+    torch.ones: _Maker(_filled(1.0), _DEFAULT),
+    _ATEN.ones.default: _Maker(_filled(1.0), _DEFAULT),
+    "new_tensor": _Maker(_new_tensor, "input"),
+    "new_full": _Maker(_new_full, "input"),
+    _ATEN.new_full.default: _Maker(_new_full, "input"),
+    "new_zeros": _Maker(_filled(0.0, 1), "input"),
+    _ATEN.new_zeros.default: _Maker(_filled(0.0, 1), "input"),
+    "new_ones": _Maker(_filled(1.0, 1), "input"),
+    _ATEN.new_ones.default: _Maker(_filled(1.0, 1), "input"),
 }

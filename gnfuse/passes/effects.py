@@ -84,6 +84,40 @@ def writes(node: Node) -> bool:
     )
 
 
+def writes_into(node: Node, tensor: Node) -> bool:
+    """Whether the node may write into this tensor: it writes, and the tensor is the argument it writes to."""
+    if tensor not in node.all_input_nodes or not writes(node):
+        return False
+    if node.op == "call_method" or isinstance(node.target, torch._ops.OpOverload) or node.target in _IN_PLACE_OPERATORS:
+        return bool(node.args) and node.args[0] is tensor
+    return True
+
+
+def writes_to_its_own(node: Node) -> bool:
+    """Whether all that the node writes into is a tensor that the graph itself made anew, by an ATen op (``empty_like``
+    and the noise of a dropout, say): nothing else can be that memory."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], Node):
+        return False
+    origin = node.args[0]
+    while isinstance(origin.target, torch._ops.OpOverload) and _hands_on(origin.target):
+        if not origin.args or not isinstance(origin.args[0], Node):
+            return False
+        origin = origin.args[0]
+    return isinstance(origin.target, torch._ops.OpOverload) and "empty" in origin.target._schema.name
+
+
+def _hands_on(target: torch._ops.OpOverload) -> bool:
+    """Whether the result is, or is a view of, the first argument."""
+    return any(returned.alias_info is not None for returned in target._schema.returns)
+
+
+def is_live(node: Node) -> bool:
+    """Whether the program would notice if the node were gone. (``make_fx`` leaves dead detach and clone nodes.)"""
+    if node.op == "output" or node.is_impure() or writes(node) or draws(node):
+        return True
+    return any(is_live(user) for user in node.users)
+
+
 def changes_mode(node: Node) -> bool:
     """Whether the node enters or leaves an autocast, grad-mode or functorch region."""
     return node.op == "call_function" and (_name(node) in _MODE_NAMES or changes_nesting(node) != 0)

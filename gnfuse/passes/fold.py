@@ -1,8 +1,8 @@
 """The algebra: what a chain can be reduced to, as a table of rules.
 
 Each `Rule` states its equation in real numbers (proved by sympy in `tests/test_fold.py`), its domain in floats (NaN,
-signed zero, gradient, dtype, order of bounds), and a function that applies it to the ops at one place. Every rule keeps the
-value exactly, in every dtype, for every input that is not NaN; a NaN stays a NaN. "The gradient" says whether the
+signed zero, gradient, dtype, order of bounds), and a function that applies it to the ops at one place. Every rule keeps
+the value exactly, in every dtype, for every input that is not NaN; a NaN stays a NaN. "The gradient" says whether the
 reduced ops also have the gradient of the old ones: where not, the fused op still differentiates the chain as written.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from gnfuse.chain import Chain, Op, op, pretty_number, pretty_step, pretty_steps
 from gnfuse.passes import intervals
 from gnfuse.passes.intervals import Interval, bounds_of
+from gnfuse.passes.rounding import shortest, to_dtype
 from gnfuse.report import ProofStep
 
 
@@ -59,22 +60,19 @@ def _constant_range(at: Place) -> Applied | None:
     first = at.ops[0]
     if first.name == "constant":
         return None
-    limits = bounds_of(first)
+    limits = bounds_of(first, at.dtype)
     if limits is None or at.range.makes_nan:
         return None
     result = intervals.after(at.range, first, at.dtype)
     if not result.is_point or math.isinf(result.lo):
         return None
-    return (
-        1,
-        (op("constant", result.lo),),
-        f"{at.known()}: {pretty_step(first)} maps all of it to {pretty_number(result.lo)}",
-    )
+    value = shortest(result.lo, at.dtype)
+    return 1, (op("constant", value),), f"{at.known()}: {pretty_step(first)} maps all of it to {pretty_number(value)}"
 
 
 def _inside_range(at: Place) -> Applied | None:
     """A bound that the range never reaches."""
-    limits = bounds_of(at.ops[0])
+    limits = bounds_of(at.ops[0], at.dtype)
     if limits is None or not at.range.within(*limits) or limits[0] > limits[1]:
         return None
     return 1, (), f"{at.known()}, which {pretty_step(at.ops[0])} leaves as it is"
@@ -100,22 +98,22 @@ def _compose_bounds(at: Place) -> Applied | None:
     """Two bounds in a row are one."""
     if len(at.ops) < 2:
         return None
-    inner, outer = bounds_of(at.ops[0]), bounds_of(at.ops[1])
+    inner, outer = bounds_of(at.ops[0], at.dtype), bounds_of(at.ops[1], at.dtype)
     if inner is None or outer is None or inner[0] > inner[1] or outer[0] > outer[1]:
         return None
     lo, hi = (min(max(end, outer[0]), outer[1]) for end in inner)
     if lo == hi:  # they meet in one point: a constant, which the range rules find
         return None
-    merged = _bounds_op(lo, hi, at.ops[0], at.ops[1])
+    merged = _bounds_op(lo, hi, at)
     return 2, (merged,), f"{pretty_step(at.ops[0])} then {pretty_step(at.ops[1])} is {pretty_step(merged)}"
 
 
-def _bounds_op(lo: float, hi: float, first: Op, second: Op) -> Op:
-    """A bounding op with these ends; one of the two given where it already is that, so that its gradient stays."""
-    for candidate in (first, second):
-        if bounds_of(candidate) == (lo, hi):
+def _bounds_op(lo: float, hi: float, at: Place) -> Op:
+    """A bounding op with these ends; one of the two at the place where it already is that."""
+    for candidate in at.ops[:2]:
+        if bounds_of(candidate, at.dtype) == (lo, hi):
             return candidate
-    return op("clamp", lo, hi)
+    return op("clamp", shortest(lo, at.dtype), shortest(hi, at.dtype))
 
 
 def _inverse_pair(at: Place) -> Applied | None:
@@ -161,9 +159,8 @@ def _constant_through(at: Place) -> Applied | None:
     """A bound, sign or absolute value of a constant is a constant."""
     if len(at.ops) < 2 or at.ops[0].name != "constant":
         return None
-    (value,) = at.ops[0].floats
-    second = at.ops[1]
-    limits = bounds_of(second)
+    value, second = to_dtype(at.ops[0].floats[0], at.dtype), at.ops[1]
+    limits = bounds_of(second, at.dtype)
     if limits is not None:
         result = min(max(value, limits[0]), limits[1])
     elif second.name == "neg":
@@ -172,6 +169,7 @@ def _constant_through(at: Place) -> Applied | None:
         result = abs(value)
     else:
         return None
+    result = shortest(result, at.dtype)
     return 2, (op("constant", result),), f"{pretty_step(second)} of {pretty_number(value)} is {pretty_number(result)}"
 
 
@@ -181,7 +179,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "meeting bounds",
         "min(max(x, lo), hi) = c where every x is <= c = lo, or >= c = hi, or lo > hi = c",
-        f"{_ANY_NAN}; no op before may make a NaN; the sign of a zero constant is not kept; any dtype (rounding is monotone)",
+        f"{_ANY_NAN}; no op before may make a NaN; the sign of a zero is not kept; any dtype (rounding is monotone)",
         "differs: at a tie of minimum or maximum with the constant, eager passes half the gradient",
         _constant_range,
     ),

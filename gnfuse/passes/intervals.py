@@ -1,10 +1,10 @@
 """Interval analysis: which values a chain can have at each point, soundly in floats.
 
 An `Interval` bounds every non-NaN value, infinities included; ``makes_nan`` says whether some op so far may have turned
-a non-NaN into a NaN. Its ends are taken before rounding to the chain's dtype: the values lie in [T(lo), T(hi)]. Kinks
-(min, max, clamp, ...) round their own bounds to T as well, and rounding is monotone, so comparing unrounded ends is
-sound; whatever else reads an end widens it by a margin that covers the rounding of the coarsest dtype and of the math
-library (`tests/test_intervals.py` runs every op over every fp16 and bf16 value).
+a non-NaN into a NaN. Kinks (min, max, clamp, ...) round their bounds to the chain's dtype T, and so does the analysis.
+Where T is not known its ends are those before rounding, and the values lie in [T(lo), T(hi)]: rounding is monotone, so
+comparing unrounded ends is sound. Whatever else reads an end widens it by a margin that covers the rounding of the
+coarsest dtype and of the math library (`tests/test_intervals.py` runs every op over every fp16 and bf16 value).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gnfuse.chain import GroupNorm, Op
+from gnfuse.passes.rounding import to_dtype
 
 INF = math.inf
 
@@ -42,7 +43,7 @@ class Interval:
     @property
     def finite(self) -> bool:
         """No value is infinite."""
-        return -INF < self.lo and self.hi < INF
+        return self.lo > -INF and self.hi < INF
 
     def within(self, lo: float, hi: float) -> bool:
         """Whether every value lies in [lo, hi]."""
@@ -75,9 +76,9 @@ def _out(lo: float, hi: float, makes_nan: bool, dtype: str | None) -> Interval:
 Transfer = Callable[[Interval, Op, str | None], Interval]
 
 
-def bounds_of(op: Op) -> tuple[float, float] | None:
-    """(lo, hi) where the op is ``min(max(x, lo), hi)`` by value, else None. NaN bounds are not bounds."""
-    p = op.floats
+def bounds_of(op: Op, dtype: str | None) -> tuple[float, float] | None:
+    """(lo, hi), rounded to the dtype, where the op is ``min(max(x, lo), hi)`` by value, else None. NaN is no bound."""
+    p = tuple(to_dtype(value, dtype) for value in op.floats)
     if any(math.isnan(v) for v in p):
         return None
     match op.name:
@@ -95,7 +96,7 @@ def bounds_of(op: Op) -> tuple[float, float] | None:
 
 
 def _bounded(x: Interval, op: Op, dtype: str | None) -> Interval:
-    limits = bounds_of(op)
+    limits = bounds_of(op, dtype)
     if limits is None:
         # a NaN bound makes everything NaN, which no interval of numbers says
         return Interval(-INF, INF, True)
@@ -104,8 +105,8 @@ def _bounded(x: Interval, op: Op, dtype: str | None) -> Interval:
 
 
 def _threshold(x: Interval, op: Op, dtype: str | None) -> Interval:
-    at, value = op.floats
-    if bounds_of(op) is not None:
+    at, value = (to_dtype(v, dtype) for v in op.floats)
+    if bounds_of(op, dtype) is not None:
         return _bounded(x, op, dtype)
     if math.isnan(at) or math.isnan(value):
         return Interval(-INF, INF, True)
@@ -202,15 +203,14 @@ def _saturating(lo: float, hi: float) -> Transfer:
     return transfer
 
 
-def _dipping(minimum: float) -> Transfer:
-    """An activation ``x * gate(x)`` (silu, gelu, mish, hardswish): at least ``minimum``, at most max(x, 0), the sign of
-    x, and NaN where x is infinite on a side where the gate is 0 or the formula is inf * 0."""
+def _dipping(minimum: float, gated: Callable[[float], float]) -> Transfer:
+    """An activation ``x * gate(x)`` (silu, gelu, mish, hardswish): at least ``minimum``, increasing for x >= 0, of the
+    sign of x, and NaN where x is infinite on a side where the gate is 0 or the formula is inf * 0."""
 
     def transfer(x: Interval, op: Op, dtype: str | None) -> Interval:
         makes_nan = x.makes_nan or x.lo == -INF or x.hi == INF
-        low = 0.0 if x.lo >= 0 else minimum
-        wide = _out(low, max(x.hi, 0.0), makes_nan, dtype)
-        return Interval(wide.lo, 0.0 if x.hi <= 0 else wide.hi, makes_nan)
+        high = gated(x.hi) if 0 < x.hi < 20 else max(x.hi, 0.0)
+        return _out(0.0 if x.lo >= 0 else minimum, high, makes_nan, dtype)
 
     return transfer
 
@@ -239,8 +239,12 @@ def _to(x: Interval, op: Op, dtype: str | None) -> Interval:
 
 
 def _constant(x: Interval, op: Op, dtype: str | None) -> Interval:
-    (value,) = op.floats
+    value = to_dtype(op.floats[0], dtype)
     return Interval(value, value, False) if not math.isnan(value) else Interval(-INF, INF, True)
+
+
+def _gelu_tanh(x: float) -> float:
+    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 # silu ≥ -0.27846, gelu ≥ -0.16998 (tanh form -0.17005), mish ≥ -0.30885, hardswish ≥ -0.375
@@ -261,16 +265,16 @@ TRANSFER: dict[str, Transfer] = {
     "div": _div,
     "rdiv": _rdiv,
     "square": _square,
-    "silu": _dipping(-0.278465),
-    "gelu": _dipping(-0.169972),
-    "gelu_tanh": _dipping(-0.170041),
+    "silu": _dipping(-0.278465, lambda x: x / (1 + math.exp(-x))),
+    "gelu": _dipping(-0.169972, lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2)))),
+    "gelu_tanh": _dipping(-0.170041, _gelu_tanh),
     "sigmoid": _saturating(0.0, 1.0),
     "tanh": _saturating(-1.0, 1.0),
-    "hardswish": _dipping(-0.375),
+    "hardswish": _dipping(-0.375, lambda x: x * min(x + 3, 6) / 6),
     "hardsigmoid": _saturating(0.0, 1.0),
     "elu": _elu,
     "softplus": _softplus,
-    "mish": _dipping(-0.308843),
+    "mish": _dipping(-0.308843, lambda x: x * math.tanh(math.log1p(math.exp(x)))),
     "to": _to,
 }
 
@@ -294,15 +298,15 @@ def norm_range(norm: GroupNorm, group_size: int | None) -> Interval:
 
     In real numbers |x̂| <= sqrt(m - 1) for m values in a group; in floats (x - mean) * rstd cancels, so that two values
     near 1e6 give 19.8. A bound needs one on |x|, which only fp16 has, and no gamma or beta, which can change. With
-    M = 65504 the largest input, u = 2^-24, e = 96 u M bounds the rounding of each x - mean (E = e² that of the variance):
-    where the true variance is at least 4 E it is computed to within 3/4 of itself, so |x̂| <= 2 sqrt(m); where it is
-    smaller, |x - mean| <= 2 e sqrt(m), and rstd <= 1/sqrt(eps). To either comes the rounding e/sqrt(eps).
+    M = 65504 the largest input and u = 2^-24, e = 96 u M bounds the rounding of each x - mean, and e² that of the
+    variance: where the true variance is at least 4 e² it is computed to within 3/4 of itself, so |x̂| <= 2 sqrt(m);
+    where it is smaller, |x - mean| <= 2 e sqrt(m), and rstd <= 1/sqrt(eps). To either comes the rounding e/sqrt(eps).
 
     Args:
         norm: with its dtype.
         group_size: m = C/G * spatial, None when it is not known.
     """
-    eps = round_eps(norm.eps, norm.dtype)
+    eps = to_dtype(norm.eps, norm.dtype)  # as eager uses it: 1e-8 is 0 in fp16
     if norm.dtype != "float16" or norm.weight or norm.bias or group_size is None or not eps > 0:
         return EVERYTHING
     largest_rstd = eps**-0.5
@@ -310,10 +314,3 @@ def norm_range(norm: GroupNorm, group_size: int | None) -> Interval:
     spread = math.sqrt(group_size)
     limit = max(2.0 * spread, 2.0 * rounding * spread * largest_rstd) + rounding * largest_rstd
     return Interval(-limit, limit) if limit < LARGEST["float16"] else EVERYTHING
-
-
-def round_eps(eps: float, dtype: str | None) -> float:
-    """eps in the input's dtype, in which eager uses it: 1e-8 is 0 in fp16."""
-    import torch
-
-    return float(torch.tensor(eps, dtype=getattr(torch, dtype or "float16")).item())

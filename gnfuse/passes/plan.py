@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,9 @@ from gnfuse.chain import Chain, format_steps, pretty_steps
 from gnfuse.passes import effects
 from gnfuse.passes.fold import Folded, fold
 from gnfuse.passes.guard import guard_of
-from gnfuse.passes.match import Match, Positions, Stop, tensor_of
-from gnfuse.passes.read import fake_value, source_line
+from gnfuse.passes.positions import Positions
+from gnfuse.passes.read import fake_value, source_line, tensor_of
+from gnfuse.passes.walk import Match, Stop
 from gnfuse.report import Site
 
 
@@ -99,31 +101,33 @@ def _place(found: Match, positions: Positions) -> Node | None:
     mine = {*found.nodes, *found.bounds}
     norm, last, drawing = found.nodes[0], found.nodes[-1], found.dropout_node
 
-    def free(a: Node, b: Node, bad: tuple[str, ...]) -> bool:
+    def free(a: Node, b: Node, crossed: Callable[[Node], bool]) -> bool:
         first, second = sorted((a, b), key=positions.index.__getitem__)
-        others = [n for n in positions.between(first, second) if n not in mine]
-        return not any(
-            ("writes" in bad and effects.writes(n)) or ("draws" in bad and drawing is not None and effects.draws(n))
-            for n in others
-        )
+        return not any(crossed(n) for n in positions.between(first, second) if n not in mine)
+
+    def writes(n: Node) -> bool:
+        return effects.writes(n) and not effects.writes_to_its_own(n)
+
+    def draws(n: Node) -> bool:
+        return drawing is not None and effects.draws(n)
 
     for place in [last] if drawing is None else [last, drawing]:
-        if free(norm, place, ("writes",)) and free(drawing or place, place, ("draws",)):
+        if free(norm, place, writes) and free(drawing or place, place, draws):
             return place
-    return norm if free(norm, drawing or norm, ("draws",)) else None
+    return norm if free(norm, drawing or norm, draws) else None
 
 
 def _group_size(found: Match) -> int | None:
     """C/G * spatial where all of it is known."""
     x = fake_value(found.read.value)
-    sizes = [] if x is None else [*x.shape[1:]]
-    if not sizes or not all(isinstance(n, int) for n in sizes):
+    sizes = [] if x is None else [n for n in x.shape[1:] if isinstance(n, int)]
+    if x is None or len(sizes) != x.dim() - 1:
         return None
-    return math.prod(sizes) // found.read.num_groups
+    return int(math.prod(sizes)) // found.read.num_groups
 
 
 def _needs_gradient(found: Match) -> bool:
-    """Whether somebody may differentiate the chain. Only a Dynamo graph knows: it is compiled anew when this changes."""
+    """Whether somebody may differentiate the chain. Only Dynamo knows: it compiles anew when this changes."""
     value = found.norm.meta.get("example_value")
     return value.requires_grad if isinstance(value, torch.Tensor) else True
 

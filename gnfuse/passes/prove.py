@@ -51,7 +51,7 @@ def holds(left: Any, right: Any, where: Sequence[Any] = ()) -> bool:
             raise ValueError(f"not a term of min and max: {side}")
     symbols = sorted(sympy.Tuple(left, right, *where).free_symbols, key=str)
     return all(
-        left.xreplace(levels) == right.xreplace(levels)
+        bool(left.xreplace(levels) == right.xreplace(levels))
         for levels in orderings(symbols)
         if all(relation.xreplace(levels) == sympy.true for relation in where)
     )
@@ -119,7 +119,7 @@ def _bounds_compose() -> bool:
 
 
 def _double_negation() -> bool:
-    return sympy.simplify(-(-X) - X) == 0
+    return bool(sympy.simplify(-sympy.Mul(-1, X) - X) == 0)
 
 
 def _even_function() -> bool:

@@ -7,6 +7,7 @@ reason, which `read` turns into a `Refused`.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,6 +127,13 @@ class Call:
             raise Unreadable(f"{target_name(self.node)} of something that is not a tensor of this graph")
         return node
 
+    def optional_tensor(self, key: str) -> Node | None:
+        """A tensor argument, or None."""
+        given = self.bound.get(key)
+        if given is not None and not isinstance(given, Node):
+            raise Unreadable(f"the {key} of {target_name(self.node)} is not a tensor of this graph")
+        return given
+
     def number(self, key: str, default: object = NOT_GIVEN) -> float:
         """A Python number."""
         given = self.bound.get(key, default)
@@ -212,6 +220,26 @@ def fake_value(node: object) -> torch.Tensor | None:
         if isinstance(value, torch.Tensor):
             return value
     return None
+
+
+def tensor_of(ref: object, gm: GraphModule) -> torch.Tensor | None:
+    """The (fake or real) tensor behind an argument, where the graph says."""
+    if isinstance(ref, ModuleTensor):
+        holder = operator.attrgetter(ref.path)(gm)
+        return holder if isinstance(holder, torch.Tensor) else None
+    if isinstance(ref, Node) and ref.op == "get_attr":
+        try:
+            holder = operator.attrgetter(str(ref.target))(gm)
+        except AttributeError:
+            holder = None
+        if isinstance(holder, torch.Tensor):
+            return holder
+    return fake_value(ref)
+
+
+def dtype_of(tensor: torch.Tensor | None) -> str | None:
+    """The name of the dtype, "bfloat16", or None."""
+    return None if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

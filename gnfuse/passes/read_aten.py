@@ -10,7 +10,6 @@ from gnfuse.passes import read_torch as rt
 from gnfuse.passes.read import (
     Call,
     DropoutRead,
-    NormRead,
     Reading,
     Refused,
     Row,
@@ -22,14 +21,6 @@ from gnfuse.passes.read import (
 )
 
 _A = torch.ops.aten
-
-
-def _native_group_norm(call: Call) -> Reading:
-    reading = rt.group_norm(call, checks_batch=False)
-    assert isinstance(reading, NormRead)
-    return NormRead(
-        reading.value, reading.num_groups, reading.weight, reading.bias, reading.eps, checks_batch=False, getitem=True
-    )
 
 
 def native_dropout_equals_dropout(p: float, dtype: torch.dtype) -> bool:
@@ -81,7 +72,7 @@ ROWS: dict[torch._ops.OpOverload, Row] = {
     _A.group_norm.default: row(
         "input num_groups weight bias eps cudnn_enabled", lambda c: rt.group_norm(c, checks_batch=False)
     ),
-    _A.native_group_norm.default: row("input weight bias N C HxW num_groups eps", _native_group_norm),
+    _A.native_group_norm.default: rt.NATIVE_GROUP_NORM,
     _A.minimum.default: _R["minimum"],
     _A.min.other: _R["minimum"],
     _A.maximum.default: _R["maximum"],
@@ -105,7 +96,9 @@ ROWS: dict[torch._ops.OpOverload, Row] = {
     _A.softplus.default: _R["softplus"],
     _A.mish.default: _R["mish"],
     _A.neg.default: _R["neg"],
+    _A.negative.default: _R["neg"],
     _A.abs.default: _R["abs"],
+    _A.absolute.default: _R["abs"],
     _A.square.default: _R["square"],
     _A.pow.Tensor_Scalar: _R["pow"],
     _A.reciprocal.default: _R["reciprocal"],
@@ -113,11 +106,19 @@ ROWS: dict[torch._ops.OpOverload, Row] = {
     _A.add.Scalar: _R["add"],
     _A.sub.Tensor: _R["sub"],
     _A.sub.Scalar: _R["sub"],
+    _A.subtract.Tensor: _R["sub"],
+    _A.subtract.Scalar: _R["sub"],
     _A.rsub.Scalar: _R["rsub"],
     _A.mul.Tensor: _R["mul"],
     _A.mul.Scalar: _R["mul"],
+    _A.multiply.Tensor: _R["mul"],
+    _A.multiply.Scalar: _R["mul"],
     _A.div.Tensor: row("input other", rt.div),
     _A.div.Scalar: row("input other", rt.div),
+    _A.divide.Tensor: row("input other", rt.div),
+    _A.divide.Scalar: row("input other", rt.div),
+    _A.true_divide.Tensor: row("input other", rt.div),
+    _A.true_divide.Scalar: row("input other", rt.div),
     _A.clone.default: _R["clone"],
     _A.alias.default: row("input", rt.identity),
     _A.to.dtype: row("input dtype non_blocking copy memory_format", _cast),
@@ -130,6 +131,8 @@ ROWS: dict[torch._ops.OpOverload, Row] = {
     _A.prelu.default: _R["prelu"],
     _A.glu.default: _R["glu"],
 }
+
+ROWS[_A.pow_.Scalar] = rt.written_in_place(_R["pow"])
 
 # In-place overloads have the base's schema with a trailing underscore in the name
 for _overload, _base in list(ROWS.items()):
@@ -146,39 +149,3 @@ def read_overload(node: Node, gm: GraphModule) -> Reading:
     if found is None:
         return Refused(f"{node.target} is not a pointwise op that gnfuse knows")
     return found.build(Call(node, gm, found.names))
-
-
-def drawn_dropout(value: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
-    """The dropout that ``make_fx`` leaves: ``value * div_(bernoulli_(empty_like(value), keep), keep)``.
-
-    Returns the product, p, and the nodes that drew the mask, or None.
-    """
-    for drawn in value.users:
-        if drawn.target is not _A.empty_like.default or set(drawn.args) != {value} or len(drawn.users) != 1:
-            continue
-        (bernoulli,) = drawn.users
-        if bernoulli.target not in (_A.bernoulli_.float, _A.bernoulli.p) or len(bernoulli.users) != 1:
-            continue
-        (scaled,) = bernoulli.users
-        if scaled.target not in (_A.div_.Scalar, _A.div.Scalar, _A.div.Tensor) or len(scaled.users) != 1:
-            continue
-        keep = bernoulli.args[1]
-        (product,) = scaled.users
-        if (
-            not isinstance(keep, float)
-            or scaled.args[1] != keep
-            or not 0.0 < keep < 1.0
-            or 1.0 - _drop_of(keep) != keep
-        ):
-            continue
-        if product.target is not _A.mul.Tensor or set(product.args) != {value, scaled}:
-            continue
-        return product, _drop_of(keep), (drawn, bernoulli, scaled)
-    return None
-
-
-def _drop_of(keep: float) -> float:
-    """The p as it was written: the shortest one for which 1 - p is ``keep``. (1 - (1 - p) is exact for p >= 0.5; below,
-    0.2 comes back as 0.19999999999999996.)"""
-    exact = 1.0 - keep
-    return next((p for p in (float(f"{exact:.{digits}g}") for digits in range(1, 17)) if 1.0 - p == keep), exact)

@@ -19,7 +19,6 @@ from gnfuse.passes.read import (
     Reading,
     Refused,
     StepRead,
-    TensorRef,
     Unreadable,
     module_of,
     target_name,
@@ -48,10 +47,9 @@ def _dropout(module: Any, value: Node, path: str) -> Reading:
 
 
 def _group_norm(module: Any, value: Node, path: str) -> Reading:
-    tensors: list[TensorRef] = [
-        ModuleTensor(f"{path}.{key}") if getattr(module, key, None) is not None else None for key in ("weight", "bias")
-    ]
-    return NormRead(value, module.num_groups, *tensors, float(module.eps), checks_batch=True)
+    weight = None if module.weight is None else ModuleTensor(f"{path}.weight")
+    bias = None if module.bias is None else ModuleTensor(f"{path}.bias")
+    return NormRead(value, module.num_groups, weight, bias, float(module.eps), checks_batch=True)
 
 
 def _refuse(reason: str) -> ModuleReader:

@@ -1,10 +1,11 @@
-"""The dialect of torch functions, ``torch.nn.functional``, operators and tensor methods (symbolic_trace and Dynamo graphs)."""
+"""The dialect of torch functions, ``torch.nn.functional``, operators and tensor methods (Dynamo, symbolic_trace)."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from gnfuse.passes.read import (
     Row,
     StepRead,
     Unreadable,
+    describe,
     row,
     target_name,
 )
@@ -172,11 +174,13 @@ def cast(dtype: torch.dtype) -> Builder:
 
 
 def cast_to(call: Call) -> Reading:
-    """``x.to(dtype)`` in its spellings; a device or memory format is something else."""
-    call.only("copy", "memory_format", "layout", "pin_memory", "device")
-    target = call.get("dtype")
-    if not isinstance(target, torch.dtype):
-        raise Unreadable("to() of something other than a dtype")
+    """``x.to(dtype)`` in its spellings; a device, a copy or a memory format is something else."""
+    call.only("copy", "memory_format")
+    given = [call.get(key) for key in ("first", "second", "dtype", "device") if call.get(key) is not None]
+    dtypes = [g for g in given if isinstance(g, torch.dtype)]
+    target = dtypes[0] if len(dtypes) == 1 else None
+    if target is None or len(given) != 1:
+        raise Unreadable(f"to({', '.join(map(describe, given))}): only a cast to one dtype is a pointwise op")
     return StepRead(call.value(), (Op("to", (dtype_name(target),)),), number_bounds=False)
 
 
@@ -184,13 +188,16 @@ def group_norm(call: Call, *, checks_batch: bool, default_eps: float = 1e-5) -> 
     groups = call.get("num_groups")
     if not isinstance(groups, int):
         raise Unreadable("the number of groups is not a known number")
-    tensors: list[Node | None] = []
-    for key in ("weight", "bias"):
-        given = call.get(key)
-        if given is not None and not isinstance(given, Node):
-            raise Unreadable(f"the {key} of group_norm is not a tensor of this graph")
-        tensors.append(given)
-    return NormRead(call.value(), groups, *tensors, call.number("eps", default_eps), checks_batch)
+    weight, bias = call.optional_tensor("weight"), call.optional_tensor("bias")
+    return NormRead(call.value(), groups, weight, bias, call.number("eps", default_eps), checks_batch)
+
+
+def _native_group_norm(call: Call) -> Reading:
+    reading = group_norm(call, checks_batch=False)
+    return replace(reading, getitem=True) if isinstance(reading, NormRead) else reading
+
+
+NATIVE_GROUP_NORM = row("input weight bias N C HxW num_groups eps", _native_group_norm)
 
 
 def dropout(call: Call, *, training: bool = True) -> Reading:
@@ -256,7 +263,7 @@ ROWS: dict[str, Row] = {
     "half": row("input memory_format", cast(torch.float16)),
     "bfloat16": row("input memory_format", cast(torch.bfloat16)),
     "double": row("input memory_format", cast(torch.float64)),
-    "to": row("input dtype copy memory_format device", cast_to),
+    "to": row("input first second dtype device non_blocking copy memory_format", cast_to),
     "type": row("input dtype", cast_to),
     "dropout": row("input p training inplace", dropout),
     "dropout1d": row("input p training inplace", refuse(CHANNEL_DROPOUT)),
@@ -277,6 +284,7 @@ _NORM_ROWS: dict[Any, Row] = {
     torch.group_norm: row(
         "input num_groups weight bias eps cudnn_enabled", lambda c: group_norm(c, checks_batch=False)
     ),
+    torch.native_group_norm: NATIVE_GROUP_NORM,
     torch.dropout: row("input p training", dropout),
     torch.dropout_: row("input p training", dropout, in_place=True),
 }
@@ -288,10 +296,8 @@ def written_in_place(base: Row) -> Row:
     def build(call: Call) -> Reading:
         reading = base.build(call)
         if isinstance(reading, StepRead):
-            return StepRead(reading.value, reading.ops, True, reading.bounds, reading.number_bounds)
-        if isinstance(reading, DropoutRead):
-            return DropoutRead(reading.value, reading.p, reading.training, True, reading.getitem)
-        return reading
+            return replace(reading, in_place=True)
+        return replace(reading, in_place=True) if isinstance(reading, DropoutRead) else reading
 
     return Row(base.names, build, in_place=True)
 

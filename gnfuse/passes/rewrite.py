@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gnfuse.passes.match import Match, tensor_of
+from gnfuse.passes import effects
 from gnfuse.passes.plan import Plan
-from gnfuse.passes.read import ModuleFlag, ModuleTensor, NormRead, fake_value
+from gnfuse.passes.read import ModuleFlag, ModuleTensor, NormRead, fake_value, tensor_of
 from gnfuse.passes.read import read as read_node
+from gnfuse.passes.walk import Match
 
 
 def fused_ops() -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
@@ -21,10 +22,12 @@ def fused_ops() -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
 
 
 def next_site(gm: GraphModule) -> int:
-    """The first site number that no fused op of the module, or of a graph inside it, has."""
+    """The first site number that no fused op of the module, or of a graph inside it, has. (0: none draws.)"""
+    if not hasattr(torch.ops.gnfuse, "group_norm_dropout"):  # the kernels are not loaded, so nothing is rewritten
+        return 0
     _, with_dropout = fused_ops()
     taken = [
-        int(node.args[8])  # type: ignore[arg-type]
+        int(node.args[8])
         for module in gm.modules()
         if isinstance(module, GraphModule)
         for node in module.graph.nodes
@@ -37,6 +40,8 @@ def apply(plan: Plan, gm: GraphModule, number: int) -> None:
     """Replace the plan's nodes by a fused op. ``number`` keeps two equal random sites from being merged."""
     match, graph = plan.match, gm.graph
     _move_metadata_users(match, gm)
+    for node in match.nodes:
+        _erase_dead_users(node, graph, keep=set(match.nodes))
     with graph.inserting_before(plan.before):
         fused = _call(plan, gm, number)
         result = graph.call_function(operator.getitem, (fused, 0))
@@ -101,12 +106,19 @@ def _fake_result(fused: Node) -> object:
     args = [fake_value(a) if isinstance(a, Node) else a for a in fused.args]
     if any(isinstance(a, Node) and v is None for a, v in zip(fused.args, args, strict=True)):
         return None
-    modes = {getattr(tensor, "fake_mode", None) for tensor in args[:3] if tensor is not None}
-    mode = modes.pop()
-    if modes or mode is None:  # real tensors, or those of several traces
+    mode = getattr(args[0], "fake_mode", None)
+    if mode is None:
         return None
     with mode, torch.no_grad():
-        return fused.target(*args)  # type: ignore[operator]
+        return fused.target(*(_in_mode(a, mode) for a in args))  # type: ignore[operator]
+
+
+def _in_mode(arg: Any, mode: Any) -> Any:
+    """A tensor of the mode with the argument's size, strides, dtype and device: ``make_fx`` gives each parameter a mode
+    of its own."""
+    if not isinstance(arg, torch.Tensor) or getattr(arg, "fake_mode", None) is mode:
+        return arg
+    return torch.empty_strided(arg.size(), arg.stride(), dtype=arg.dtype, device=arg.device)
 
 
 def _move_metadata_users(match: Match, gm: GraphModule) -> None:
@@ -130,10 +142,9 @@ def _erase(match: Match, graph: Graph) -> None:
 def _erase_dead_users(node: Node, graph: Graph, keep: set[Node]) -> None:
     """Users whose own results nothing needs (mean, rstd, a dropout's mask), last first."""
     for user in list(node.users):
-        if user not in keep and user.op != "output":
+        if user not in keep and not effects.is_live(user):
             _erase_dead_users(user, graph, keep)
-            if not user.users:
-                graph.erase_node(user)
+            graph.erase_node(user)
 
 
 def _erase_unused(node: Node, graph: Graph) -> None:

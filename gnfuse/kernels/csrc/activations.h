@@ -9,7 +9,8 @@
 
 namespace gnfuse {
 
-// The parameters of a step, broadcast: `a`, `b` rounded to the dtype, `raw_*` as written.
+// The parameters of a step, broadcast: `a`, `b` rounded to the dtype, `raw_*` as written. Which of them eager's kernels
+// use differs from op to op; tests/test_cpu_kernels.py runs every op on all 16-bit values.
 template <typename acc>
 struct Args {
   explicit Args(const Step& step)
@@ -72,7 +73,8 @@ struct Ops {
       return Clamp::forward(x, p);
     }
     static V backward(V g, V x, const A& p) {
-      return select((x <= p.raw_a) | (x >= p.raw_b), zero(), g); // eager compares with the unrounded bounds here
+      // with the unrounded bounds, and 0 at NaN, as eager's vectors do (its scalar tails give g there)
+      return select((x > p.raw_a) & (x < p.raw_b), g, zero());
     }
   };
   struct Relu {
@@ -85,10 +87,10 @@ struct Ops {
   };
   struct Threshold {
     static V forward(V x, const A& p) {
-      return select(x <= p.a, p.b, x);
+      return select(x <= p.raw_a, p.b, x);
     }
     static V backward(V g, V x, const A& p) {
-      return select(x <= p.a, zero(), g);
+      return select(x <= p.raw_a, zero(), g);
     }
   };
   struct LeakyRelu {
@@ -118,7 +120,7 @@ struct Ops {
   };
   struct Add {
     static V forward(V x, const A& p) {
-      return x + p.raw_a;
+      return x + p.a; // eager rounds the scalar of a sum, not that of a product
     }
     static V backward(V g, V, const A&) {
       return g;
@@ -126,7 +128,7 @@ struct Ops {
   };
   struct Rsub {
     static V forward(V x, const A& p) {
-      return p.raw_a - x;
+      return p.a - x;
     }
     static V backward(V g, V, const A&) {
       return g.neg();
@@ -148,14 +150,13 @@ struct Ops {
       return g / p.raw_a;
     }
   };
-  struct Rdiv {
-    // torch computes c / x as reciprocal(x) * c
-    static V forward(V x, const A& p) {
-      return (one() / x) * p.raw_a;
+  struct Reciprocal {
+    static V forward(V x, const A&) {
+      return one() / x;
     }
-    static V backward(V g, V x, const A& p) {
+    static V backward(V g, V x, const A&) {
       const V r = one() / x;
-      return (g * p.raw_a).neg() * (r * r);
+      return g.neg() * (r * r);
     }
   };
   struct Square {
@@ -223,7 +224,7 @@ struct Ops {
     }
     static V backward(V g, V x, const A&) {
       const V middle = g * (x / V(acc(3)) + V(acc(0.5)));
-      return select(x <= V(acc(-3)), zero(), select(x < V(acc(3)), middle, g));
+      return select(x <= V(acc(-3)), zero(), select(x >= V(acc(3)), g, middle));
     }
   };
   struct Hardsigmoid {

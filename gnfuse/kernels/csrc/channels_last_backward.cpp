@@ -149,13 +149,13 @@ void backward_channels_last(const Backward<acc>& b) {
       for (int64_t c = g * D; c < (g + 1) * D; ++c) {
         const double gamma = b.gamma == nullptr ? 1.0 : static_cast<double>(b.gamma[c]);
         total[C + c] *= rstd;
-        s1 += gamma * total[c];
-        s2 += gamma * total[C + c];
         k.c1[c] = static_cast<acc>(rstd * gamma);
+        s1 += static_cast<double>(k.c1[c]) * total[c]; // of c1 as rounded: a group of one value cancels to 0 exactly
+        s2 += gamma * total[C + c];
       }
       for (int64_t c = g * D; c < (g + 1) * D; ++c) {
         k.c2[c] = static_cast<acc>(-s2 * rstd * rstd / size);
-        k.c3[c] = static_cast<acc>(-s1 * rstd / size);
+        k.c3[c] = static_cast<acc>(-s1 / size);
       }
     }
     parts.repeat(k.c1);
@@ -175,8 +175,8 @@ void backward_channels_last(const Backward<acc>& b) {
       for (int64_t i = 0; i < n; i += V::size()) {
         const int64_t m = std::min<int64_t>(V::size(), n - i);
         const V centred = V::loadu(block.x + i, m) - V::loadu(k.mean + i);
-        const V rest = at::vec::fmadd(V::loadu(k.c2 + i), centred, V::loadu(k.c3 + i));
-        at::vec::fmadd(V::loadu(k.c1 + i), V::loadu(block.dy + i, m), rest).store(out + i, static_cast<int>(m));
+        const V own = V::loadu(k.c1 + i) * V::loadu(block.dy + i, m);
+        (at::vec::fmadd(V::loadu(k.c2 + i), centred, own) + V::loadu(k.c3 + i)).store(out + i, static_cast<int>(m));
       }
       if (!keeps_dy) {
         store_block(result, n, b.dx, in, element);

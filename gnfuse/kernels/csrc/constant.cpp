@@ -12,35 +12,23 @@
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/native_group_norm.h>
 #include <ATen/ops/native_group_norm_backward.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
+
 
 #include <cmath>
 
 namespace gnfuse {
 namespace {
 
-// What the steps after the constant make of it, kept or dropped.
-double constant_value(const Program& program, bool kept) {
-  const uint8_t bits[16] = {static_cast<uint8_t>(kept)};
+// What the steps after the constant make of it, each rounded as eager rounds it; `mask` as for run_forward.
+double constant_value(const Program& program, const MaskView& mask) {
   double result = 0;
   with_accumulator(program.in, [&](auto zero) {
     using acc = decltype(zero);
     const Buffer<acc> block(1);
     std::fill(block.get(), block.get() + kPadding, acc(0));
-    run_forward<acc>(program, block.get(), 1, {bits, 0});
-    result = static_cast<double>(block.get()[0]);
-  });
-  return result;
-}
-
-double constant_value_without_dropout(const Program& program) {
-  double result = 0;
-  with_accumulator(program.in, [&](auto zero) {
-    using acc = decltype(zero);
-    const Buffer<acc> block(1);
-    std::fill(block.get(), block.get() + kPadding, acc(0));
-    run_forward<acc>(program, block.get(), 1, {});
+    run_forward<acc>(program, block.get(), 1, mask);
     result = static_cast<double>(block.get()[0]);
   });
   return result;
@@ -138,8 +126,9 @@ std::tuple<Tensor, Tensor, Tensor> exact_backward(
   }
   const Tensor dy = at::empty_like(input.x);
   with_accumulator(input.dtype, [&](auto zero) { differentiate<decltype(zero)>(program, y, grad, mask.get(), dy); });
+  // dx is always asked for: ATen's channels_last kernel writes it without looking whether it is wanted (torch 2.13)
   auto result = at::native_group_norm_backward(
-      dy, input.x, mean, rstd, input.weight, s.N, s.C, s.S, s.G, wanted);
+      dy, input.x, mean, rstd, input.weight, s.N, s.C, s.S, s.G, {true, wanted[1], wanted[2]});
   const auto like = [&](const Tensor& gradient, const Tensor& of) {
     const auto type = of.defined() ? of.scalar_type() : input.x.scalar_type();
     return gradient.defined() ? gradient.to(type) : at::empty({0}, input.x.options().dtype(type));
@@ -200,15 +189,18 @@ bool statistics_match_eager() {
   return matches;
 }
 
-Tensor constant_forward(const Input& input, double eps, const Program& program, Tensor* state) {
+Tensor constant_forward(const Input& input, double eps, const std::string& chain, Tensor* state) {
+  const Program& program = get_program(chain, input.dtype, Rounding::every_step);
   Tensor out = input.empty_output(program.out);
   const int64_t n = input.shape.numel();
   if (n == 0) {
     return out;
   }
   const bool draws = state != nullptr;
-  const double kept = draws ? constant_value(program, true) : constant_value_without_dropout(program);
-  const double dropped = draws ? constant_value(program, false) : kept;
+  constexpr uint8_t ones[16] = {1};
+  constexpr uint8_t zeros[16] = {0};
+  const double kept = constant_value(program, draws ? MaskView{ones, 0} : MaskView{});
+  const double dropped = draws ? constant_value(program, {zeros, 0}) : kept;
   Fill fill{input.x.const_data_ptr(), input.dtype, out.mutable_data_ptr(), program.out, n, kept, dropped, nullptr, nullptr};
   uint64_t magnitude = 0;
   if (draws && kept != dropped) {

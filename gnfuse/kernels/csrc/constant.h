@@ -7,7 +7,7 @@ namespace gnfuse {
 
 // The output. `state`, when given, says that a dropout mask is drawn (or the generator moved as if), and receives the
 // generator's state before.
-Tensor constant_forward(const Input& input, double eps, const Program& program, Tensor* state);
+Tensor constant_forward(const Input& input, double eps, const std::string& chain, Tensor* state);
 
 // Eager's gradients of `source` bit for bit. `state` as the forward returned it, nullptr without a draw.
 std::tuple<Tensor, Tensor, Tensor> constant_backward(

@@ -127,11 +127,11 @@ void backward_contiguous(const Backward<acc>& b) {
       sum[1] *= rstd;
       const double gamma = b.gamma == nullptr ? 1.0 : static_cast<double>(b.gamma[first + d]);
       c1[d] = static_cast<acc>(rstd * gamma);
-      s1 += gamma * sum[0];
+      s1 += static_cast<double>(c1[d]) * sum[0]; // of c1 as rounded: a group of one value cancels to 0 exactly
       s2 += gamma * sum[1];
     }
     c1[D] = static_cast<acc>(-s2 * rstd * rstd / static_cast<double>(size));
-    c1[D + 1] = static_cast<acc>(-s1 * rstd / static_cast<double>(size));
+    c1[D + 1] = static_cast<acc>(-s1 / static_cast<double>(size));
   };
   const auto input_gradient = [&](int64_t unit, int64_t part, int64_t slot, int64_t worker) {
     acc* space = scratch.get() + worker * scratch_size;
@@ -156,7 +156,7 @@ void backward_contiguous(const Backward<acc>& b) {
         for (; i < count; i += V::size()) {
           const int64_t m = std::min<int64_t>(V::size(), count - i);
           const V centred = V::loadu(x + i, m) - mean;
-          at::vec::fmadd(a, V::loadu(dy + i, m), at::vec::fmadd(c2, centred, c3)).store(out + i, static_cast<int>(m));
+          (at::vec::fmadd(c2, centred, a * V::loadu(dy + i, m)) + c3).store(out + i, static_cast<int>(m));
         }
       });
       if (!keeps_dy) {

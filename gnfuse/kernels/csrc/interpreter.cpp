@@ -44,7 +44,7 @@ void dispatch(OpCode code, const Visit& visit) {
     case OpCode::rsub: return visit(typename O::Rsub{});
     case OpCode::mul: return visit(typename O::Mul{});
     case OpCode::div: return visit(typename O::Div{});
-    case OpCode::rdiv: return visit(typename O::Rdiv{});
+    case OpCode::reciprocal: return visit(typename O::Reciprocal{});
     case OpCode::square: return visit(typename O::Square{});
     case OpCode::silu: return visit(typename O::Silu{});
     case OpCode::gelu: return visit(typename O::Gelu{});
@@ -56,6 +56,7 @@ void dispatch(OpCode code, const Visit& visit) {
     case OpCode::elu: return visit(typename O::Elu{});
     case OpCode::softplus: return visit(typename O::Softplus{});
     case OpCode::mish: return visit(typename O::Mish{});
+    case OpCode::rdiv: // compiled to reciprocal and mul
     case OpCode::constant:
     case OpCode::to:
     case OpCode::round:

@@ -48,20 +48,79 @@ void carry(Node<acc>* stack, int64_t level, int64_t done, int64_t depth) {
   }
 }
 
+// Welford's running moments of the vectors of one chunk. A vector of a 16-bit type makes two of floats.
+template <typename T, typename acc>
+struct Running {
+  static constexpr int kHalves = sizeof(acc) == sizeof(T) ? 1 : 2;
+  Vec<acc> m1[kHalves];
+  Vec<acc> m2[kHalves];
+
+  Running() {
+    for (int h = 0; h < kHalves; ++h) {
+      m1[h] = m2[h] = Vec<acc>(acc(0));
+    }
+  }
+  void add(int h, const Vec<acc>& x, const Vec<acc>& reciprocal) {
+    const Vec<acc> delta = x - m1[h];
+    m1[h] = at::vec::fmadd(reciprocal, delta, m1[h]);
+    m2[h] = at::vec::fmadd(delta, x - m1[h], m2[h]);
+  }
+  void add(const T* row, const Vec<acc>& reciprocal) {
+    if constexpr (kHalves == 1) {
+      add(0, Vec<acc>::loadu(row), reciprocal);
+    } else {
+      const auto pair = at::vec::convert_to_float<T>(Vec<T>::loadu(row));
+      add(0, std::get<0>(pair), reciprocal);
+      add(1, std::get<1>(pair), reciprocal);
+    }
+  }
+  void merge_into(Node<acc>& node, int64_t count) const {
+    for (int h = 0; h < kHalves; ++h) {
+      at::native::AddMomentsVec(count, m1[h], m2[h], node.count, node.m1, node.m2);
+    }
+  }
+};
+
+// `width` neighbouring chunks of `count` vectors at once: each is one chain of dependent operations, and side by side they
+// hide each other's latency. Their results are merged in order.
+template <int width, typename T, typename acc>
+void accumulate_together(const T* row, int64_t count, int64_t done, int64_t depth, Node<acc>* stack) {
+  constexpr int64_t stride = at::native::kChunkSize * Vec<T>::size();
+  Running<T, acc> running[width];
+  for (int64_t j = 0; j < count; ++j) {
+    const Vec<acc> reciprocal = reciprocals<acc>()[j];
+    for (int w = 0; w < width; ++w) {
+      running[w].add(row + w * stride + j * Vec<T>::size(), reciprocal);
+    }
+  }
+  for (int w = 0; w < width; ++w) {
+    running[w].merge_into(stack[0], count);
+    carry(stack, 0, done + w + 1, depth);
+  }
+}
+
 template <typename T, typename acc>
 void accumulate_chunks(const T* row, int64_t vectors, int64_t first, int64_t last, int64_t depth, Node<acc>* stack) {
-  constexpr int64_t size = Vec<T>::size();
-  for (int64_t i = first; i < last; ++i) {
-    const int64_t count = std::min<int64_t>(at::native::kChunkSize, vectors - i * at::native::kChunkSize);
-    at::native::UpdateMomentsVec(
-        count,
-        row + i * at::native::kChunkSize * size,
-        reciprocals<acc>(),
-        stack[0].count,
-        stack[0].m1,
-        stack[0].m2);
-    carry(stack, 0, i - first + 1, depth);
+  constexpr int64_t chunk = at::native::kChunkSize;
+  constexpr int width = sizeof(T) == 2 ? 2 : 4; // eight accumulators: what 16 registers hold
+  int64_t i = first;
+  for (; i + width <= last && (i + width) * chunk <= vectors; i += width) {
+    accumulate_together<width>(row + i * chunk * Vec<T>::size(), chunk, i - first, depth, stack);
   }
+  for (; i < last; ++i) {
+    const int64_t count = std::min<int64_t>(chunk, vectors - i * chunk);
+    accumulate_together<1>(row + i * chunk * Vec<T>::size(), count, i - first, depth, stack);
+  }
+}
+
+// Keeps the compiler from contracting a product and a sum: ATen's binary has no FMA at one place, except for Half. Other
+// builds of torch may differ there; statistics_match_eager() finds out.
+template <typename acc>
+acc not_fused(acc product) {
+#if defined(__x86_64__)
+  __asm__("" : "+x"(product));
+#endif
+  return product;
 }
 
 template <typename T, typename acc>
@@ -80,7 +139,8 @@ std::pair<acc, acc> reduce(const Node<acc>& node, const T* row, int64_t size) {
     const acc delta = x - m1;
     ++count;
     m1 += delta / static_cast<acc>(count);
-    m2 += delta * (x - m1);
+    const acc square = delta * (x - m1);
+    m2 += std::is_same_v<T, c10::Half> ? square : not_fused(square);
   }
   const int64_t per_lane = vectors * Vec<T>::size() / lanes;
   for (int64_t i = 0; i < lanes; ++i) {

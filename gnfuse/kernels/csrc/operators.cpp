@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/native_group_norm.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -42,6 +43,40 @@ void run_kernel(const Input& input, double eps, const Program& program, MaskStre
   input.channels_last ? forward_channels_last(f) : forward_contiguous(f);
 }
 
+// Whether sums of squares may have overflowed in eager's channels_last kernel, which subtracts E[x]^2 from E[x^2] in
+// float: what it then gives (NaN or beta) is its own.
+template <typename acc>
+bool may_overflow(const Shape& shape, const ForwardResult& result) {
+  const acc* mean = result.mean.template const_data_ptr<acc>();
+  const acc* rstd = result.rstd.template const_data_ptr<acc>();
+  const double limit = static_cast<double>(std::numeric_limits<acc>::max()) / 8;
+  bool safe = true;
+  for (int64_t i = 0; i < shape.N * shape.G; ++i) {
+    const double m = mean[i];
+    const double r = rstd[i];
+    safe = safe && (m * m + 1 / (r * r)) * static_cast<double>(shape.group_size()) < limit;
+  }
+  return !safe; // NaN statistics are not safe either
+}
+
+// The chain on eager's own GroupNorm output: slow, and rarely needed.
+template <typename acc>
+void forward_through_eager(
+    const Input& input, double eps, const Program& program, MaskStream* mask, ForwardResult& result) {
+  const auto& s = input.shape;
+  const auto [y, mean, rstd] =
+      at::native_group_norm(input.x, input.weight, input.bias, s.N, s.C, s.S, s.G, eps);
+  result.mean.copy_(mean);
+  result.rstd.copy_(rstd);
+  const Buffer<acc> block(kBlock);
+  for (int64_t begin = 0; begin < s.numel(); begin += kBlock) {
+    const int64_t n = std::min(kBlock, s.numel() - begin);
+    load_block<acc>(y.const_data_ptr(), program.in, begin, n, block.get());
+    run_forward<acc>(program, block.get(), n, mask == nullptr ? MaskView{} : mask->at(begin));
+    store_block<acc>(block.get(), n, result.out.mutable_data_ptr(), program.out, begin);
+  }
+}
+
 ForwardResult general_forward(const Input& input, double eps, const Program& program, MaskStream* mask) {
   const auto& shape = input.shape;
   ForwardResult result{input.empty_output(program.out), {}, {}};
@@ -54,6 +89,9 @@ ForwardResult general_forward(const Input& input, double eps, const Program& pro
   result.rstd = at::empty({shape.N, shape.G}, input.statistics_options());
   with_accumulator(input.dtype, [&](auto acc) {
     run_kernel<decltype(acc)>(input, eps, program, mask, result);
+    if (input.channels_last && may_overflow<decltype(acc)>(shape, result)) {
+      forward_through_eager<decltype(acc)>(input, eps, program, mask, result); // all of the mask has been drawn
+    }
   });
   return result;
 }
@@ -132,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_pointwise(
   const Input input(x, weight, bias, num_groups);
   const Program& program = checked_program(chain, input.dtype, false);
   if (program.has_constant) {
-    Tensor out = constant_forward(input, eps, program, nullptr);
+    Tensor out = constant_forward(input, eps, chain, nullptr);
     return {out, nothing(input.statistics_options()), nothing(input.statistics_options())};
   }
   const auto result = general_forward(input, eps, program, nullptr);
@@ -152,7 +190,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_dropout(
   const auto statistics = input.statistics_options();
   if (program.has_constant) {
     Tensor state = nothing(bytes);
-    Tensor out = constant_forward(input, eps, program, draws ? &state : nullptr);
+    Tensor out = constant_forward(input, eps, chain, draws ? &state : nullptr);
     return {out, nothing(statistics), nothing(statistics), state};
   }
   if (!draws) {

@@ -186,7 +186,14 @@ class Compiler {
       now_ = step.to;
       return;
     }
-    Step out{code, now_, now_, {step.params[0], step.params[1]}, {0, 0}};
+    if (code == OpCode::rdiv) { // torch computes c / x as reciprocal(x) * c
+      push({OpCode::reciprocal, now_, now_, {0, 0}, {0, 0}});
+      rounded_ = now_ == wide_;
+      if (rounding_ == Rounding::every_step) {
+        round(now_);
+      }
+    }
+    Step out{code == OpCode::rdiv ? OpCode::mul : code, now_, now_, {step.params[0], step.params[1]}, {0, 0}};
     out.p[0] = round_to(out.raw[0], now_);
     out.p[1] = round_to(out.raw[1], now_);
     if (code == OpCode::constant) {

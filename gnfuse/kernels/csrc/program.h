@@ -37,6 +37,7 @@ enum class OpCode : uint8_t {
   mish,
   to,
   dropout,
+  reciprocal, // the first half of rdiv; never written in a text
   round, // to the dtype that the value has in eager; inserted by the compiler, never written in a text
 };
 
