@@ -41,7 +41,11 @@ def main() -> int:
     x = torch.randn(arguments.batch_size, 3, 16, 64, 64, device=arguments.device)
 
     heading("What gnfuse does to it")
-    console.print(gnfuse.explain(fresh_model(problem, x.device), x))
+    report = gnfuse.explain(fresh_model(problem, x.device), x)
+    if sys.stdout.isatty():
+        console.print(report)
+    else:
+        print(report.render(console.width))
 
     heading("Compared with eager, bit for bit")
     equal = True

@@ -97,7 +97,7 @@ def test_no_compiler_is_a_clear_reason_and_available_never_raises(tmp_path: Path
 def test_compiler_error_is_reported_with_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "cache_folders", lambda: [tmp_path])
     monkeypatch.setattr(build, "compile_flags", lambda: ["--no-such-flag"])
-    with pytest.raises(build.KernelsUnavailable, match="do not compile.*(?s:.*)no-such-flag"):
+    with pytest.raises(build.KernelsUnavailable, match=r"do not compile.*(?s:.*)no-such-flag"):
         build.ensure_built()
     assert not list(tmp_path.glob("*building*"))
 

@@ -206,7 +206,49 @@ def test_huge_finite_values_give_nan_where_eager_does(value: float, channels_las
 
 # ---- the interpreter: every op on every 16-bit value, with gradients
 
-OPS_TEXTS = ["minimum(0.3)", "minimum(0.0)", "minimum(nan)", "maximum(0.3)", "clamp(-0.3,0.7)", "clamp(0.0,inf)", "clamp(-inf,0.7)", "clamp(0.5,0.1)", "clamp(nan,1.0)", "clamp(0.5,0.5)", "hardtanh(-0.3,0.7)", "hardtanh(0.0,6.0)", "hardtanh(-0.1,0.1)", "relu()", "threshold(0.3,-1.7)", "threshold(0.1,0.3)", "leaky_relu(0.01)", "leaky_relu(0.3)", "abs()", "neg()", "add(0.3)", "rsub(0.3)", "mul(0.3)", "div(0.3)", "rdiv(0.3)", "square()", "silu()", "gelu()", "gelu_tanh()", "sigmoid()", "tanh()", "hardswish()", "hardsigmoid()", "elu(1.0)", "elu(0.3)", "softplus(1.0,20.0)", "softplus(0.7,3.0)", "mish()", "to(float16)", "to(bfloat16)", "to(float32)"]
+OPS_TEXTS = [
+    "minimum(0.3)",
+    "minimum(0.0)",
+    "minimum(nan)",
+    "maximum(0.3)",
+    "clamp(-0.3,0.7)",
+    "clamp(0.0,inf)",
+    "clamp(-inf,0.7)",
+    "clamp(0.5,0.1)",
+    "clamp(nan,1.0)",
+    "clamp(0.5,0.5)",
+    "hardtanh(-0.3,0.7)",
+    "hardtanh(0.0,6.0)",
+    "hardtanh(-0.1,0.1)",
+    "relu()",
+    "threshold(0.3,-1.7)",
+    "threshold(0.1,0.3)",
+    "leaky_relu(0.01)",
+    "leaky_relu(0.3)",
+    "abs()",
+    "neg()",
+    "add(0.3)",
+    "rsub(0.3)",
+    "mul(0.3)",
+    "div(0.3)",
+    "rdiv(0.3)",
+    "square()",
+    "silu()",
+    "gelu()",
+    "gelu_tanh()",
+    "sigmoid()",
+    "tanh()",
+    "hardswish()",
+    "hardsigmoid()",
+    "elu(1.0)",
+    "elu(0.3)",
+    "softplus(1.0,20.0)",
+    "softplus(0.7,3.0)",
+    "mish()",
+    "to(float16)",
+    "to(bfloat16)",
+    "to(float32)",
+]
 # gelu: eager's contiguous kernel is oneDNN's, which gives NaN at +inf and flushes subnormals; ATen's does neither
 NOT_EXACT = {"gelu()"}
 # derivatives that eager takes in several roundings, or from the rounded result

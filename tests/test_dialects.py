@@ -21,7 +21,7 @@ from helpers import (
     Outcome,
     Traced,
     all_graphs,
-    assert_equal,
+    assert_near,
     assert_outcome_equal,
     assert_outcome_near,
     count_target,
@@ -547,13 +547,14 @@ DROPOUT = [
     ),
     spell("torch.relu(F.dropout(x, 0.2))", Dropout(0.2), op("relu")),
     spell("module(nn.Sequential, nn.Dropout(0.2), nn.LeakyReLU(0.1))", Dropout(0.2), op("leaky_relu", 0.1)),
-    spell("F.dropout(F.silu(x), 0.2).clamp(-1, 1) * 2", op("silu"), Dropout(0.2), op("clamp", -1, 1), op("mul", 2)),
+    # no kink after a rounded step: in bfloat16 one rounding less moves values over it, and their gradient with them
+    spell("F.dropout(F.silu(x), 0.2).tanh() * 2", op("silu"), Dropout(0.2), op("tanh"), op("mul", 2)),
     spell("torch.relu(F.dropout(x, 0.2, training=False))", op("relu")),
     spell("torch.relu(F.dropout(x, 0.2, False))", op("relu")),
     spell("torch.relu(F.dropout(x, 0.0))", op("relu")),
     spell("torch.relu(torch.dropout(x, 0.2, False))", op("relu")),
-    # AOTAutograd's native_dropout draws at p = 1, and gives zeros where eager gives NaN: a test of its own
-    spell("F.dropout(torch.relu(x), 1.0)", op("relu"), op("mul", 0), dialects=(*FOUR, EXPORT)),
+    # make_fx multiplies by a tensor of zero; AOTAutograd's native_dropout draws and gives plain zeros: own tests below
+    spell("F.dropout(torch.relu(x), 1.0)", op("relu"), op("mul", 0), dialects=(FX, DYNAMO, EXPORT, PRE)),
 ]
 TABLES: dict[str, list[Spelling]] = {
     "minimum": MINIMUM,
@@ -634,22 +635,30 @@ def check_spelling(table: str, spelling: Spelling, dialect: str, dtype: torch.dt
     assert_outcome_near(rewritten, result.of(result.unrewritten, i), exact)
 
 
-CASES = [
-    (table, s, dialect) for table, rows in TABLES.items() for s in rows for dialect in SIX if dialect in s.dialects
-]
+CASES = [(table, spelling) for table, spellings in TABLES.items() for spelling in spellings]
+IN_BFLOAT16 = [(table, spelling) for table, spelling in CASES if table != "casts"]  # there they would be nothing
 
 
-@pytest.mark.parametrize(("table", "spelling", "dialect"), CASES, ids=[f"{s}-{dialect}" for _, s, dialect in CASES])
-def test_spelling_is_read_and_equals_eager(table: str, spelling: Spelling, dialect: str) -> None:
-    check_spelling(table, spelling, dialect, torch.float32)
+def check_in(dialects: Sequence[str], table: str, spelling: Spelling, dtype: torch.dtype) -> None:
+    """`check_spelling` in each of ``dialects`` that has the spelling, so that one failure names all of its dialects."""
+    failures = []
+    for dialect in dialects:
+        if dialect in spelling.dialects:
+            try:
+                check_spelling(table, spelling, dialect, dtype)
+            except Exception as error:
+                failures.append(f"{dialect}: {type(error).__name__}: {error}")
+    assert not failures, "\n".join(failures)
 
 
-BF16 = [(table, s, dialect) for table, s, dialect in CASES if table != "casts" and dialect in (FX, MAKE_FX)]
+@pytest.mark.parametrize(("table", "spelling"), CASES, ids=[str(s) for _, s in CASES])
+def test_spelling_is_read_and_equals_eager(table: str, spelling: Spelling) -> None:
+    check_in(SIX, table, spelling, torch.float32)
 
 
-@pytest.mark.parametrize(("table", "spelling", "dialect"), BF16, ids=[f"{s}-{dialect}" for _, s, dialect in BF16])
-def test_spelling_in_bfloat16_equals_eager(table: str, spelling: Spelling, dialect: str) -> None:
-    check_spelling(table, spelling, dialect, torch.bfloat16)
+@pytest.mark.parametrize(("table", "spelling"), IN_BFLOAT16, ids=[str(s) for _, s in IN_BFLOAT16])
+def test_spelling_in_bfloat16_equals_eager(table: str, spelling: Spelling) -> None:
+    check_in((FX, MAKE_FX), table, spelling, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dialect", FOUR)
@@ -1553,11 +1562,10 @@ def test_write_through_what_aliases_its_input_reaches_the_input(through: str, di
             return y, z
 
     for alias in (Alias(), Alias().eval()):
-        # Dynamo returns a value once where both names are one object (Identity)
-        same_count = dialect != DYNAMO or through != "Identity"
-        checked = check(dialect, alias, data(), grad=False, like_module=same_count)
-        assert_equal(checked.after.outs[0], checked.after.outs[-1])
-        assert_equal(checked.after.outs[0], run(alias, data(), grad=False).outs[0])
+        checked = check(dialect, alias, data(), grad=False, like_module=False)
+        eager = run(alias, data(), grad=False)
+        for out in checked.after.outs:  # one where Dynamo saw one object under both names (Identity)
+            assert_near(out, eager.outs[0], eager.outs[1], "output")
 
 
 @pytest.mark.parametrize("dialect", [FX, DYNAMO, PRE, MAKE_FX])

@@ -1,6 +1,7 @@
 """The fused ops ``torch.ops.gnfuse.*`` and their kernels. Importing this package builds and loads nothing.
 
-``load()`` registers the ops, building the C++ library on its first use on a machine; ``available()`` says whether that can work.
+``load()`` registers the ops and builds the C++ library on its first use on a machine; ``available()`` says whether that
+can work.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Builds the C++ library once, and finds it again: a keyed folder, a file lock, an atomic rename.
 
-The library is one shared object that registers ``torch.ops.gnfuse``; it does not need Python headers. Its folder is keyed by
-everything that its machine code depends on: the sources, torch's build, the flags and the CPU capability that ATen uses
-(``ATEN_CPU_CAPABILITY`` may differ between runs). The compiler is not part of the key: torch fixes the ABI, and a machine
-without a compiler must find what another one built. Its version is written into ``build.txt`` beside the library.
+The library is one shared object that registers ``torch.ops.gnfuse``; it needs no Python headers. Its folder is keyed
+by all that its machine code depends on: the sources, torch's build, the flags and the CPU capability that ATen uses
+(``ATEN_CPU_CAPABILITY`` may differ between runs). The compiler is not part of the key: torch fixes the ABI, and a
+machine without a compiler must find what another one built. Its version is in ``build.txt`` beside the library.
 
 ``python -m gnfuse.kernels.build`` builds with visible progress.
 """
@@ -197,13 +197,14 @@ def _ninja_file(compiler: str) -> str:
     from torch.utils import cpp_extension
 
     includes = " ".join(f"-isystem {path}" for path in cpp_extension.include_paths())
+    flags = " ".join([_cpp_standard(), *compile_flags()])
     torch_lib = Path(torch.__file__).parent / "lib"
     # ATen's thread pool is the one of the libgomp that came with torch: link that file, not the compiler's
     gomp = " ".join(str(path) for path in sorted(torch_lib.glob("libgomp*.so*"))[:1]) or "-lgomp"
     lines = [
         "ninja_required_version = 1.5",
         "rule compile",
-        f"  command = {compiler} {_cpp_standard()} {' '.join(compile_flags())} $isa {includes} -MMD -MF $out.d -c $in -o $out",
+        f"  command = {compiler} {flags} $isa {includes} -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = compile $in",

@@ -1,9 +1,9 @@
-"""The ops ``torch.ops.gnfuse.*``: loading the library, fake kernels, autograd. Schemas and CPU kernels are in ``csrc/``.
+"""The ops ``torch.ops.gnfuse.*``: loading, fake kernels, autograd. Schemas and CPU kernels are in ``csrc/``.
 
 ``chain`` is what the forward computes and ``source`` the function whose gradient is taken, both as texts of
-`gnfuse.chain.format_steps`; what each step means is `gnfuse.kernels.reference`. There is no double backward: differentiating
-twice raises NotImplementedError. Under vmap the pointwise op runs sample by sample (torch's fallback, with its warning) and
-the random one raises NotImplementedError, because the fallback would ignore vmap's `randomness`.
+`gnfuse.chain.format_steps`; what each step means is `gnfuse.kernels.reference`. There is no double backward:
+differentiating twice raises NotImplementedError. Under vmap the pointwise op runs sample by sample (torch's fallback,
+with its warning) and the random one raises NotImplementedError, because the fallback would ignore vmap's `randomness`.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: in
             torch._check(
                 parameter.dim() == 1 and parameter.shape[0] == x.shape[1],
                 lambda name=name, parameter=parameter: (
-                    f"Expected {name} to be a vector of size equal to the number of "
-                    f"channels in input, but got {name} of shape {list(parameter.shape)} and input of shape {list(x.shape)}"
+                    f"Expected {name} to be a vector of size equal to the number of channels in input, but got "
+                    f"{name} of shape {list(parameter.shape)} and input of shape {list(x.shape)}"
                 ),
             )
     if check_batch:

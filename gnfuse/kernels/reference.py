@@ -1,7 +1,7 @@
 """What each step of a chain and each op means: the contract, in eager torch.
 
-Where the fused ops fold to a constant they equal this bit for bit; where they compute, their error against float64 is no
-larger than this one's. Gradients are autograd's of the same expressions.
+Where the fused ops fold to a constant they equal this bit for bit; where they compute, their error against float64 is
+no larger than this one's. Gradients are autograd's of the same expressions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
 
 
 def apply_step(x: Tensor, step: Step, training: bool) -> Tensor:
-    """One step on a tensor of any shape; its dtype is x's, or that of ``to``. A dropout draws where ``training`` is set."""
+    """One step on a tensor of any shape, in x's dtype or that of ``to``. A dropout draws where ``training`` is set."""
     if isinstance(step, Dropout):
         return F.dropout(x, step.p, training)
     return OPS[step.name](x, *step.params)
