@@ -50,7 +50,9 @@ def test_a_chain_splits_at_its_dropout_and_joins_again() -> None:
 
 
 def test_the_pattern_reads_as_people_write_it() -> None:
-    chain = chain_from_steps(GroupNorm(8, 1e-5), parse_steps("minimum(0.0); clamp(0.0, inf); dropout(0.2); to(bfloat16)"))
+    chain = chain_from_steps(
+        GroupNorm(8, 1e-5), parse_steps("minimum(0.0); clamp(0.0, inf); dropout(0.2); to(bfloat16)")
+    )
     assert chain.pretty() == "group_norm → minimum(0) → clamp_min(0) → dropout(0.2) → to(bfloat16)"
 
 

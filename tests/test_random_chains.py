@@ -1,4 +1,4 @@
-"""2,000 random chains, rewritten and compared with eager: equal where folded, as near to float64 as eager where fused."""
+"""2,000 random chains against eager: equal where folded, as near to float64 as eager where fused."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ SPELLINGS: dict[str, list[Spelling]] = {
     "mish": [lambda y: F.mish(y)],
 }
 BOUNDS = (0.0, -0.0, 1.0, -1.0, 0.5, 0.3, -0.7, 2.0, 6.0)
-KINK_POINTS = {"relu": (0.0,), "leaky_relu": (0.0,), "abs": (0.0,), "hardswish": (-3.0, 3.0), "hardsigmoid": (-3.0, 3.0),
-               "elu": (0.0,)}  # fmt: skip
+KINK_POINTS = {
+    "relu": (0.0,), "leaky_relu": (0.0,), "abs": (0.0,), "elu": (0.0,), "hardswish": (-3.0, 3.0),
+    "hardsigmoid": (-3.0, 3.0),
+}  # fmt: skip
 
 
 @st.composite
@@ -176,7 +178,7 @@ def run(module: nn.Module, x: Tensor, upstream: list[Tensor], seed: int) -> Ran:
     torch.manual_seed(seed)
     outs = module(leaf)
     rng = torch.get_rng_state()
-    torch.autograd.backward(outs, [g.to(o.dtype) for g, o in zip(upstream, outs)])
+    torch.autograd.backward(outs, [g.to(o.dtype) for g, o in zip(upstream, outs, strict=False)])
     grads = [leaf.grad, *(p.grad for _, p in sorted(module.named_parameters()))]
     return Ran(tuple(o.detach() for o in outs), grads, rng)
 
@@ -193,7 +195,7 @@ def ambiguous(case: Case, module: Chained, x: Tensor, training: bool) -> tuple[T
             if isinstance(step, Dropout):
                 continue
             points = (*step.floats[:1],) if step.name == "threshold" else KINK_POINTS.get(step.name, step.floats)
-            if step.name in EXACT_KINKS or step.name in KINK_POINTS:
+            if step.name in EXACT_KINKS | {"hardtanh"} or step.name in KINK_POINTS:
                 for point in points:
                     near = (y - point).abs() <= grain * (1 + y.abs())
                     kink |= near

@@ -129,11 +129,11 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: in
 
 
 def _output_like(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Empty, with the strides of eager's group_norm output."""
-    memory_format = torch._prims_common.suggest_memory_format(x)
-    if statically_known_true(x.numel() == 0):
-        return torch.empty_like(x, dtype=dtype, memory_format=memory_format)
-    return torch.empty_like(x.contiguous(memory_format=memory_format), dtype=dtype)
+    """Empty, with the strides of eager's chain: channels_last if x is, contiguous where a size of 1 leaves it open."""
+    suggested = torch._prims_common.suggest_memory_format(x)
+    dense = x.contiguous(memory_format=suggested)
+    memory_format = torch.contiguous_format if dense.is_contiguous() else suggested
+    return torch.empty_like(x, dtype=dtype, memory_format=memory_format)
 
 
 def _statistics(x: Tensor, num_groups: int, constant: bool) -> Tensor:

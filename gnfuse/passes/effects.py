@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from gnfuse.passes.read import DropoutRead, StepRead, module_of, read
+from gnfuse.passes.read import declared_in_place, module_of
 
 _RANDOM_NAMES = frozenset({
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
@@ -58,10 +58,9 @@ def draws(node: Node) -> bool:
 
 def writes(node: Node) -> bool:
     """Whether the node may write into one of its inputs. What is not known counts as writing."""
-    owner = node.graph.owning_module
-    reading = read(node, owner) if owner is not None else None
-    if isinstance(reading, StepRead | DropoutRead):
-        return reading.in_place
+    declared = declared_in_place(node)
+    if declared is not None:
+        return declared
     if node.op == "call_module":
         return bool(getattr(module_of(node), "inplace", False)) or not isinstance(
             module_of(node), _MODULES_WITHOUT_RANDOMNESS

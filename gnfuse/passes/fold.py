@@ -8,6 +8,7 @@ reduced ops also have the gradient of the old ones: where not, the fused op stil
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -243,8 +244,11 @@ RULES: tuple[Rule, ...] = (
     ),
 )  # fmt: skip
 
-# Ops that a constant's gradient can be taken through bit for bit: they multiply by 0, 1/2 or 1 only
-EXACT_KINKS = frozenset({"minimum", "maximum", "clamp", "hardtanh", "relu", "threshold", "abs"})
+# Ops that a constant's gradient can be taken through bit for bit: they multiply by 0, 1/2 or 1 only. (Not hardtanh: at
+# a NaN eager's CPU kernel passes 0 in its vector lanes and the gradient in its scalar tail.)
+EXACT_KINKS = frozenset({"minimum", "maximum", "clamp", "relu", "threshold", "abs"})
+# Ops whose derivative at a constant is not eager's to the last bit
+_INEXACT_DERIVATIVES = frozenset({"sigmoid", "tanh", "rdiv", "square", "gelu", "gelu_tanh", "mish"})
 
 
 @dataclass(frozen=True)
@@ -257,8 +261,7 @@ class Folded:
     @property
     def constant(self) -> float | None:
         """The value before the dropout and later ops, where it is one constant for every x that is not NaN."""
-        first = self.chain.before[0] if self.chain.before else None
-        return first.floats[0] if first is not None and first.name == "constant" else None
+        return self.chain.before[0].floats[0] if _starts_with_constant(self.chain.before) else None
 
 
 def fold(chain: Chain, group_size: int | None = None, *, needs_gradient: bool = True) -> Folded:
@@ -268,11 +271,11 @@ def fold(chain: Chain, group_size: int | None = None, *, needs_gradient: bool = 
         chain: as matched.
         group_size: values a statistic is taken over (C/G * spatial), where it is known.
         needs_gradient: False where it is known that nobody differentiates the chain. A constant is folded with a
-            gradient only where every op up to it is one of `EXACT_KINKS`.
+            gradient only where `EXACT_KINKS` make it, and what follows has exact derivatives.
     """
     proof: list[ProofStep] = []
     start = intervals.norm_range(chain.norm, group_size)
-    may_fold = not needs_gradient or _kinks_only(chain.before)
+    may_fold = not needs_gradient or _exactly_differentiable(chain, start)
     before, reached, dtype = _reduce(chain.before, start, chain.norm.dtype, proof, may_fold)
     after: tuple[Op, ...] = ()
     if chain.dropout is not None:
@@ -281,8 +284,17 @@ def fold(chain: Chain, group_size: int | None = None, *, needs_gradient: bool = 
     return Folded(replace(chain, before=before, after=after), tuple(proof))
 
 
-def _kinks_only(ops: tuple[Op, ...]) -> bool:
-    return all(one.name in EXACT_KINKS for one in ops)
+def _exactly_differentiable(chain: Chain, start: Interval) -> bool:
+    """Whether the fused op can give eager's gradient to the last bit, ties and NaNs included: kinks alone make the
+    constant, and the ops after it are differentiated exactly there."""
+    kinks = tuple(itertools.takewhile(lambda one: one.name in EXACT_KINKS, chain.before))
+    made, _, _ = _reduce(kinks, start, chain.norm.dtype, [], True)
+    rest = (*chain.before[len(kinks) :], *chain.after)
+    return _starts_with_constant(made) and all(one.name not in _INEXACT_DERIVATIVES for one in rest)
+
+
+def _starts_with_constant(ops: tuple[Op, ...]) -> bool:
+    return bool(ops) and ops[0].name == "constant"
 
 
 def _reduce(
@@ -316,18 +328,18 @@ def _once(
     for rule in RULES:
         for place in places:
             applied = rule.apply(place)
-            if applied is None or (_is_constant(applied) and not (may_fold and _same_dtype_throughout(place))):
+            if applied is None or (
+                _starts_with_constant(applied[1]) and not (may_fold and _same_dtype_throughout(place))
+            ):
                 continue
             taken, replacement, note = applied
-            kept = () if _is_constant(applied) else place.before  # a constant does not depend on what came before it
+            kept = (
+                () if _starts_with_constant(applied[1]) else place.before
+            )  # a constant does not depend on what came before it
             result = (*kept, *replacement, *place.ops[taken:])
             proof.append(ProofStep(rule.name, rule.equation, pretty_steps(ops), pretty_steps(result), note))
             return result
     return None
-
-
-def _is_constant(applied: Applied) -> bool:
-    return bool(applied[1]) and applied[1][0].name == "constant"
 
 
 def _same_dtype_throughout(place: Place) -> bool:

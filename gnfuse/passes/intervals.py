@@ -306,7 +306,7 @@ def norm_range(norm: GroupNorm, group_size: int | None) -> Interval:
         norm: with its dtype.
         group_size: m = C/G * spatial, None when it is not known.
     """
-    eps = to_dtype(norm.eps, norm.dtype)  # as eager uses it: 1e-8 is 0 in fp16
+    eps = min(norm.eps, to_dtype(norm.eps, norm.dtype))  # CUDA rounds it to the input's dtype (1e-8 is 0), the CPU not
     if norm.dtype != "float16" or norm.weight or norm.bias or group_size is None or not eps > 0:
         return EVERYTHING
     largest_rstd = eps**-0.5

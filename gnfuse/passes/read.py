@@ -262,21 +262,14 @@ def source_line(node: Node) -> str:
 
 def read(node: Node, gm: GraphModule) -> Reading:
     """What the node means, by the table of its dialect."""
-    from gnfuse.passes import read_aten, read_modules, read_torch
+    from gnfuse.passes import read_modules
 
+    if node.op == "output":
+        return Refused("the value is returned here")
     try:
         if node.op == "call_module":
             return read_modules.read_module(node, gm)
-        if node.op == "call_function":
-            if isinstance(node.target, torch._ops.OpOverload):
-                return read_aten.read_overload(node, gm)
-            found = read_torch.FUNCTIONS.get(node.target) if _hashable(node.target) else None
-        elif node.op == "call_method":
-            found = read_torch.METHODS.get(str(node.target))
-        elif node.op == "output":
-            return Refused("the value is returned here")
-        else:
-            return Refused(f"{node.op} is not an operation")
+        found = _row_of(node)
         if found is None:
             return Refused(f"{target_name(node)} is not a pointwise op that gnfuse knows")
         return found.build(Call(node, gm, found.names))
@@ -284,9 +277,26 @@ def read(node: Node, gm: GraphModule) -> Reading:
         return Refused(str(why))
 
 
-def _hashable(target: object) -> bool:
+def _row_of(node: Node) -> Row | None:
+    """The line of the table for a function, overload or method."""
+    from gnfuse.passes import read_aten, read_torch
+
+    if node.op == "call_method":
+        return read_torch.METHODS.get(str(node.target))
+    if node.op != "call_function":
+        return None
+    if isinstance(node.target, torch._ops.OpOverload):
+        return read_aten.ROWS.get(node.target)
     try:
-        hash(target)
-    except TypeError:
-        return False
-    return True
+        return read_torch.FUNCTIONS.get(node.target)
+    except TypeError:  # a target that cannot be hashed
+        return None
+
+
+def declared_in_place(node: Node) -> bool | None:
+    """Whether the call of a known op writes into its input; None for what is in no table."""
+    found = _row_of(node)
+    if found is None:
+        return None
+    arguments = dict(zip(found.names, node.args, strict=False)) | node.kwargs
+    return found.in_place or arguments.get("inplace") is True

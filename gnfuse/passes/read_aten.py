@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule, Node
 
 from gnfuse.chain import op
 from gnfuse.passes import read_torch as rt
@@ -11,7 +10,6 @@ from gnfuse.passes.read import (
     Call,
     DropoutRead,
     Reading,
-    Refused,
     Row,
     StepRead,
     Unreadable,
@@ -140,12 +138,3 @@ for _overload, _base in list(ROWS.items()):
     _written = getattr(_packet, _overload._overloadname, None) if _packet is not None else None
     if isinstance(_written, torch._ops.OpOverload) and _written._schema.is_mutable:
         ROWS[_written] = rt.written_in_place(_base)
-
-
-def read_overload(node: Node, gm: GraphModule) -> Reading:
-    """What an ATen overload means."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    found = ROWS.get(node.target)
-    if found is None:
-        return Refused(f"{node.target} is not a pointwise op that gnfuse knows")
-    return found.build(Call(node, gm, found.names))

@@ -107,9 +107,9 @@ at::TensorOptions Input::statistics_options() const {
 }
 
 Tensor Input::empty_output(DType out) const {
-  // as eager: of the dense copy where there is something in it, else in the suggested format
-  const auto options = x.options().dtype(scalar_type_of(out));
-  Tensor result = x.numel() > 0 ? at::empty_like(x, options) : at::empty_like(x, options, format());
+  // as eager's chain: where a size of 1 leaves the format open, its pointwise ops take the contiguous strides
+  const auto strides = x.is_contiguous() ? at::MemoryFormat::Contiguous : format();
+  Tensor result = at::empty_like(x, x.options().dtype(scalar_type_of(out)), strides);
   advise_huge_pages(result);
   return result;
 }
