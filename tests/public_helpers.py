@@ -116,10 +116,13 @@ def check(
     grad: bool = True,
     seed: int = 0,
     inner: str = "aot_eager",
+    examples: bool = False,
     seed_gradient: Callable[[Tensor], Tensor] = upstream,
     **compile_kwargs: Any,
 ) -> list[gnfuse.Site]:
     """Runs model eagerly and through gnfuse, compares, and returns the report's sites.
+
+    ``examples`` hands the inputs to `gnfuse.rewrite`, as a model without parameters needs anyway.
 
     ``exact`` asks for eager's bits; otherwise errors against float64 are compared with eager's. A CUDA dropout draws
     another mask in float64, so there the comparison is with eager alone.
@@ -128,7 +131,7 @@ def check(
     options: dict[str, Any] = {"grad": grad, "seed": seed, "seed_gradient": seed_gradient}
     eager = call(eager_model, inputs, **options)
     if via == "rewrite":
-        gm, report = by_rewrite(model, *(() if dict(model.named_parameters()) else inputs))
+        gm, report = by_rewrite(model, *(inputs if examples or not dict(model.named_parameters()) else ()))
         got, sites = call(gm, inputs, **options), list(report.sites)
     else:
         owner = copy.deepcopy(model)

@@ -928,13 +928,24 @@ def test_bound_written_in_place_after_its_use(dialect: str) -> None:
     check(dialect, Block(f), data())
 
 
-@pytest.mark.parametrize("dialect", FOUR)
+@pytest.mark.parametrize("dialect", [DYNAMO, EXPORT, PRE, MAKE_FX, AOT])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bounds_are_compared_after_rounding_to_the_dtype(dtype: torch.dtype, dialect: str) -> None:
     """0.3 as a float32 tensor is 0.30000001192..., as clamp's Python number 0.3: one number once rounded."""
     block = Block(lambda x: torch.min(x, torch.tensor(0.3)).clamp(0.3, 0.7)).to(dtype)
     checked = check(dialect, block, data(dtype=dtype))
     assert checked.site.status == "folded", checked.site
+
+
+def test_bounds_are_not_rounded_to_a_dtype_that_the_graph_does_not_fix() -> None:
+    """In float64 the two are two numbers, and a symbolic_trace graph may be moved there after the rewrite."""
+    block = Block(lambda x: torch.min(x, torch.tensor(0.3)).clamp(0.3, 0.7))
+    gm = torch.fx.symbolic_trace(block)
+    gnfuse.rewrite(gm)
+    block, gm = copy.deepcopy(block).double(), gm.double()
+    eager = run(block, data(dtype=torch.float64), params=block.named_parameters())
+    assert eager.outs[0].unique().numel() > 1
+    assert_outcome_near(run(gm, data(dtype=torch.float64), params=gm.named_parameters()), eager, eager)
 
 
 def test_sym_float_bound_is_no_constant() -> None:
@@ -1562,9 +1573,10 @@ def test_write_through_what_aliases_its_input_reaches_the_input(through: str, di
             return y, z
 
     for alias in (Alias(), Alias().eval()):
-        checked = check(dialect, alias, data(), grad=False, like_module=False)
+        once = dialect == DYNAMO and through == "Identity"  # one object under both names: Dynamo returns it once
+        checked = check(dialect, alias, data(), grad=False, like_module=not once, exact=False if once else None)
         eager = run(alias, data(), grad=False)
-        for out in checked.after.outs:  # one where Dynamo saw one object under both names (Identity)
+        for out in checked.after.outs:
             assert_near(out, eager.outs[0], eager.outs[1], "output")
 
 

@@ -9,7 +9,7 @@ import copy
 import logging
 import os
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gnfuse import kernels
@@ -31,7 +31,7 @@ def run(gm: GraphModule, *, apply: bool = True) -> Report:
         gm: any dialect; fake values in ``node.meta`` are used where they are.
         apply: False plans and reports only.
     """
-    saved = [(module, copy.deepcopy(module.graph)) for _, module in _graph_modules(gm)] if apply else []
+    saved = [(module, _copied(module.graph)) for _, module in _graph_modules(gm)] if apply else []
     try:
         with _disable_current_modes():  # a backend is called under fake modes, in which constants have no values
             return _run(gm, apply)
@@ -42,6 +42,15 @@ def run(gm: GraphModule, *, apply: bool = True) -> Report:
         for module, graph in saved:
             module.graph = graph
         return Report(notes=(f"internal fault, graph left alone: {type(fault).__name__}: {fault}",))
+
+
+def _copied(graph: Graph) -> Graph:
+    """The graph again, with what Dynamo notes on placeholders: a deep copy leaves it out, and AOTAutograd needs it."""
+    again = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, again.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return again
 
 
 def _run(gm: GraphModule, apply: bool) -> Report:

@@ -138,7 +138,7 @@ def _accept(found: Match, folded: Folded, positions: Positions, graph: str) -> P
     traffic_before, traffic_after = _bytes(found, folded)
     site = Site(
         "fused" if folded.constant is None else "folded", found.norm.name, found.chain.pretty(), _result(folded),
-        graph, folded.proof, guard_of(folded), found.source, f"the chain ends here: {found.stop.reason}",
+        graph, folded.proof, guard_of(folded), found.source, found.stop.reason,
         found.stop.node.name, tuple(found.notes), traffic_before, traffic_after,
     )  # fmt: skip
     return Plan(found, folded.chain.text, format_steps(found.chain.steps), before, site)
