@@ -7,13 +7,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from gnfuse import passes
-from gnfuse.options import Options, split
+from gnfuse.options import split
 from gnfuse.report import Report
 
 _reports: list[Report] = []
@@ -43,7 +44,12 @@ def gnfuse(
     if mode is not None and ours.inner != "inductor":
         raise ValueError(f"mode={mode!r} needs inner='inductor', not {ours.inner!r}")
     report = passes.run(gm)
-    compiled = _compile_inner(ours, gm, example_inputs, mode, inner_options)
+    if ours.inner == "inductor":
+        patches, notes = _inductor_patches(gm, mode, inner_options)
+        report = replace(report, notes=(*report.notes, *notes))
+        compiled = _compile_with_inductor(gm, example_inputs, patches)
+    else:
+        compiled = _compile_without_inductor(ours.inner, gm, example_inputs)
     # only now: Dynamo may throw an attempt away half-way through the inner backend, and trace again
     with _reports_lock:
         _reports.append(report)
@@ -73,35 +79,51 @@ def _log(report: Report) -> None:
     print(report, file=sys.stderr)
 
 
-def _compile_inner(
-    ours: Options, gm: GraphModule, example_inputs: Sequence[Any], mode: str | None, inner_options: dict[str, Any]
-) -> Callable[..., Any]:
-    if ours.inner == "inductor":
-        from torch._inductor import list_mode_options
-        from torch._inductor.compile_fx import compile_fx
+def _inductor_patches(
+    gm: GraphModule, mode: str | None, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Inductor's configuration for the rewritten graph, and what the report should say of it."""
+    from torch._inductor import list_mode_options
 
-        patches = {**(list_mode_options(mode) if mode is not None else {}), **inner_options}
-        patches = {key.replace("-", "_"): value for key, value in patches.items()} | _order_of_draws(gm, inner_options)
-        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches or None)
-        return compiled  # type: ignore[no-any-return]
-    if ours.inner == "eager" and not _has_higher_order_ops(gm):
+    patches = {**(list_mode_options(mode) if mode is not None else {}), **options}
+    patches = {key.replace("-", "_"): value for key, value in patches.items()}
+    if not passes.draws(gm):
+        return patches, ()
+    # Inductor's scheduler moves independent random ops over one another for peak memory: each then draws another's part
+    # of the stream
+    if patches.get("reorder_for_peak_memory"):
+        warnings.warn(
+            "gnfuse turns reorder_for_peak_memory off: it would give this graph's dropouts other masks than eager's",
+            stacklevel=3,
+        )
+    patches["reorder_for_peak_memory"] = False
+    if not passes.draws_elsewhere(gm):
+        return patches, ()
+    if "fallback_random" in patches:
+        return patches, () if patches["fallback_random"] else (_OTHER_MASKS,)
+    # Inductor's own dropouts move the generator otherwise than eager's do, and the fused ones come after them
+    patches["fallback_random"] = True
+    return patches, ("fallback_random: the random ops that gnfuse left alone draw as in eager, so that its own can",)
+
+
+_OTHER_MASKS = "fallback_random is off: Inductor's random ops move the generator, and fused dropouts draw other masks"
+
+
+def _compile_with_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]
+) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches or None)
+    return compiled  # type: ignore[no-any-return]
+
+
+def _compile_without_inductor(inner: str, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    if inner == "eager" and not _has_higher_order_ops(gm):
         return gm.forward
     from torch._dynamo.backends.debugging import aot_eager
 
     return aot_eager(gm, list(example_inputs))
-
-
-def _order_of_draws(gm: GraphModule, inner_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's scheduler moves independent random ops over one another for peak memory, so that each draws another's
-    part of the stream; with a fused dropout in the graph it must keep the program's order."""
-    if not passes.draws(gm):
-        return {}
-    if inner_options.get("reorder_for_peak_memory"):
-        warnings.warn(
-            "gnfuse turns reorder_for_peak_memory off: it would give this graph's dropouts other masks than eager's",
-            stacklevel=2,
-        )
-    return {"reorder_for_peak_memory": False}
 
 
 def _has_higher_order_ops(gm: GraphModule) -> bool:

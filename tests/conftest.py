@@ -13,6 +13,8 @@ import pytest
 # passive waiting keeps test processes side by side from spinning on each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A fault of the pass is a failure here, not a warning
+os.environ.setdefault("GNFUSE_RAISE", "1")
 # Inductor compiles in this process: starting a pool of compile workers costs more than these small graphs
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

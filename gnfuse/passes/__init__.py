@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gnfuse import kernels
-from gnfuse.passes import match, rewrite
+from gnfuse.passes import effects, match, rewrite
 from gnfuse.passes.plan import Plan, plan
 from gnfuse.passes.positions import Positions
 from gnfuse.report import Report, Site
@@ -74,6 +74,15 @@ def _run(gm: GraphModule, apply: bool) -> Report:
 def draws(gm: GraphModule) -> bool:
     """Whether a fused op of the rewritten module, or of a graph inside it, draws a dropout mask."""
     return rewrite.next_site(gm) > 0
+
+
+def draws_elsewhere(gm: GraphModule) -> bool:
+    """Whether another op of the module may draw random numbers."""
+    return any(
+        effects.draws(node) and node.target not in rewrite.fused_ops()
+        for _, module in _graph_modules(gm)
+        for node in module.graph.nodes
+    )
 
 
 def plans(gm: GraphModule, path: str = "") -> list[Plan | Site]:

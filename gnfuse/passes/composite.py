@@ -1,4 +1,4 @@
-"""Steps that are written as several nodes: ``x * sigmoid(x)``, and the dropout that ``make_fx`` leaves."""
+"""Steps that are several nodes: ``x * sigmoid(x)``, and the dropout that ``make_fx`` and AOTAutograd leave."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def _drawn_dropout(value: Node, users: list[Node]) -> Composite | None:
     for drawn in users:
         if drawn.target is not _A.empty_like.default or drawn.args != (value,):
             continue
-        bernoulli = _only_user(drawn, (_A.bernoulli_.float,))
-        scaled = _only_user(bernoulli, (_A.div_.Scalar, _A.div.Scalar))
+        bernoulli = _only_user(drawn, (_A.bernoulli_.float, _A.bernoulli.p))
+        scaled = _only_user(bernoulli, (_A.div_.Scalar, _A.div.Scalar, _A.div.Tensor))
         product = _only_user(scaled, (_A.mul.Tensor, _A.mul_.Tensor))
         if bernoulli is None or scaled is None or product is None or product not in users:
             continue

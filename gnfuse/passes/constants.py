@@ -64,6 +64,12 @@ def resolve(arg: object, gm: GraphModule) -> Constant | str:
     return f"the bound {arg.name} is computed, so its value is not known"
 
 
+# Of those that hand a constant on, the ones whose result is other memory. (detach_ returns its input, unwritten, and
+# every later use goes through it.)
+_COPIES = frozenset({
+    _ATEN.lift_fresh_copy.default, _ATEN.clone.default, torch.clone, "clone", _ATEN.detach_.default, "detach_", "cuda",
+})  # fmt: skip
+
 # Views: a write into one is a write into the constant
 _VIEWS = frozenset({
     "view", "reshape", "expand", "squeeze", "unsqueeze", "detach", "alias", "t", "transpose", "permute", "flatten",
@@ -77,7 +83,7 @@ def _is_written(node: Node) -> bool:
     from gnfuse.passes.read import target_name
 
     for user in node.users:
-        if user.target in _PASS_ON:
+        if user.target in _COPIES:
             continue
         if effects.writes_into(user, node):
             return True

@@ -299,4 +299,4 @@ def declared_in_place(node: Node) -> bool | None:
     if found is None:
         return None
     arguments = dict(zip(found.names, node.args, strict=False)) | node.kwargs
-    return found.in_place or arguments.get("inplace") is True
+    return found.in_place or arguments.get("inplace") is True or node.kwargs.get("out") is not None
