@@ -547,7 +547,7 @@ DROPOUT = [
     ),
     spell("torch.relu(F.dropout(x, 0.2))", Dropout(0.2), op("relu")),
     spell("module(nn.Sequential, nn.Dropout(0.2), nn.LeakyReLU(0.1))", Dropout(0.2), op("leaky_relu", 0.1)),
-    # no kink after a rounded step: in bfloat16 one rounding less moves values over it, and their gradient with them
+    spell("F.dropout(F.silu(x), 0.2).clamp(-1, 1) * 2", op("silu"), Dropout(0.2), op("clamp", -1, 1), op("mul", 2)),
     spell("F.dropout(F.silu(x), 0.2).tanh() * 2", op("silu"), Dropout(0.2), op("tanh"), op("mul", 2)),
     spell("torch.relu(F.dropout(x, 0.2, training=False))", op("relu")),
     spell("torch.relu(F.dropout(x, 0.2, False))", op("relu")),
@@ -605,9 +605,15 @@ class TableResult:
         return Outcome((outcome.outs[i],), grads, outcome.rng)
 
 
+def spellings_in(table: str, dialect: str) -> list[Spelling]:
+    """Those that ``dialect`` has. AOTAutograd has turned most into one by then: every third, as it is slow to trace."""
+    there = [s for s in TABLES[table] if dialect in s.dialects]
+    return there[::3] if dialect == AOT and table != "dropout" else there
+
+
 @functools.cache
 def table_result(table: str, dialect: str, dtype: torch.dtype) -> TableResult:
-    spellings = [s for s in TABLES[table] if dialect in s.dialects]
+    spellings = spellings_in(table, dialect)
     block, double = Table(spellings).to(dtype), Table(spellings, exact=True).to(dtype).double()
     x = torch.stack([data(seed=20 + i, dtype=dtype) for i in range(len(spellings))])
     traced = trace(dialect, block, x)
@@ -643,7 +649,7 @@ def check_in(dialects: Sequence[str], table: str, spelling: Spelling, dtype: tor
     """`check_spelling` in each of ``dialects`` that has the spelling, so that one failure names all of its dialects."""
     failures = []
     for dialect in dialects:
-        if dialect in spelling.dialects:
+        if spelling in spellings_in(table, dialect):
             try:
                 check_spelling(table, spelling, dialect, dtype)
             except Exception as error:
@@ -710,6 +716,24 @@ def test_odd_spelling_is_never_wrong(text: str, dialect: str) -> None:
     except Exception:
         pytest.fail("eager itself rejects this spelling: no case")
     check(dialect, block_of(f), data(), exact=False)
+
+
+def test_bfloat16_gradient_through_a_kink_after_rounded_steps_is_as_near_as_eagers() -> None:
+    """Over many inputs, as one value may round over the bound by chance: mean error at most 1.5 times eager's."""
+    block = block_of(lambda x: F.dropout(F.silu(x), 0.2).clamp(-1, 1) * 2).bfloat16()
+    gm = torch.fx.symbolic_trace(block)
+    gnfuse.rewrite(gm)
+    params = list(block.named_parameters())
+    errors = {"eager": 0.0, "gnfuse": 0.0}
+    for seed in range(40):
+        x = data(dtype=torch.bfloat16, seed=seed)
+        exact = exact_of(block, x).grads["norm.weight"]
+        for name, fn in (("eager", block), ("gnfuse", gm)):
+            grad = run(fn, x, params=params).grads["norm.weight"]
+            assert grad is not None
+            assert exact is not None
+            errors[name] += float((grad.double() - exact).abs().max()) / 40
+    assert errors["gnfuse"] <= 1.5 * errors["eager"], errors
 
 
 # ---- GroupNorm itself ---------------------------------------------------------------------------------------

@@ -210,3 +210,14 @@ def test_dynamo_backend_equals_eager(case: tuple[str, bool], train: bool, dtype:
     assert_outcome_equal(again, eager)
     with torch.no_grad():
         assert_outcome_equal(run(compiled, x, grad=False), run(net, x, grad=False))
+
+
+def test_rewrites_do_not_mix_up_bounds_of_0_and_minus_0() -> None:
+    """The two are equal numbers with unequal results: nothing kept from one rewrite may serve the other."""
+    for a in (-0.0, 0.0, -0.0):
+        torch.manual_seed(3)
+        net = Net(a, 1.0, conv=False).eval()
+        traced = trace("symbolic_trace", net, torch.randn(2, 16, 2, 3, 3))
+        _, report = gnfuse.rewrite(traced.gm)
+        assert report.sites[0].pattern.startswith(expected_pattern(Scenario(a, 1.0)))
+        assert ("-0" in report.sites[0].result) == (math.copysign(1, a) < 0), report.sites[0].result

@@ -348,23 +348,24 @@ SMOOTH = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.half])
 @pytest.mark.parametrize("name", SMOOTH)
 def test_C21_nan_is_born_at_infinities_where_eagers_is(name: str, dtype: torch.dtype) -> None:
-    model = Values([INF, -INF, 1.0, NAN, -1e4, 1e4], SMOOTH[name], dtype)
+    high = 1e4 if name == "gelu" else INF  # of +inf eager's erf-gelu is NaN through oneDNN, inf in other layouts
+    model = Values([high, -INF, 1.0, NAN, -1e4, 1e4], SMOOTH[name], dtype)
     x = model.zeros(3, 6)
     want = call(copy.deepcopy(model), [x], grad=False).outs[0]
     if name in ("hardswish", "silu", "mish", "gelu"):
         assert want[:, 1].isnan().all()
     check(model, x, grad=False)
     check(Values([1.0, -1e4, 1e4], SMOOTH[name], dtype), model.zeros(3, 6)[:, :3])
-    clamped = Values([INF, -INF, 1.0, NAN], lambda h: SMOOTH[name](h).clamp(-0.5, 2.0), dtype)
+    clamped = Values([high, -INF, 1.0, NAN], lambda h: SMOOTH[name](h).clamp(-0.5, 2.0), dtype)
     check(clamped, clamped.zeros(3, 6), grad=False)
 
 
 def test_C21_no_range_of_a_smooth_op_hides_its_nan_at_an_infinity() -> None:
     """silu is never under -0.28, so clamp(silu, -inf, -1) would be -1: but it is NaN where silu is."""
-    for tail in (
-        lambda h: torch.clamp(F.silu(h), -5.0, -1.0),
-        lambda h: torch.clamp(F.gelu(h), -5.0, -1.0),
-        lambda h: torch.minimum(torch.clamp_min(F.mish(h), 0.5), torch.tensor(0.5)),
+    for high, tail in (
+        (INF, lambda h: torch.clamp(F.silu(h), -5.0, -1.0)),
+        (1e4, lambda h: torch.clamp(F.gelu(h), -5.0, -1.0)),
+        (INF, lambda h: torch.minimum(torch.clamp_min(F.mish(h), 0.5), torch.tensor(0.5))),
     ):
-        model = Values([-INF, INF, 0.0, NAN, 3.0], tail)
+        model = Values([-INF, high, 0.0, NAN, 3.0], tail)
         check(model, model.zeros(), grad=False)

@@ -294,7 +294,9 @@ NAN_BY_LANE = ("hardtanh", "relu6", "hardswish", "elu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OP_CALLS)
 def test_B11_every_op_has_eagers_gradient_at_special_points(name: str, dtype: torch.dtype) -> None:
-    model = Values(SPECIAL, OP_CALLS[name], dtype)
+    # eager's erf-gelu of +inf depends on the layout: NaN where oneDNN computes it, inf where ATen does
+    special = [v for v in SPECIAL if name != "gelu" or v != float("inf")]
+    model = Values(special, OP_CALLS[name], dtype)
     if name in NAN_BY_LANE:
         assert one(check(model, model.zeros(), grad=False)).status == "fused"
         model = Values([v for v in SPECIAL if v == v], OP_CALLS[name], dtype)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config
 from torch.fx import GraphModule, Node
 
 from gnfuse import kernels
@@ -71,6 +72,8 @@ def _why_not(found: Match, gm: GraphModule, positions: Positions) -> tuple[str, 
     unsupported = _unsupported(device)
     if unsupported:
         return unsupported, found.norm
+    if found.chain.dropout is not None and torch._functorch.config.activation_memory_budget < 1:
+        return "under activation_memory_budget the backward may run a random op again, with another mask", found.norm
     if _place(found, positions) is None:
         return "a random op or a write lies between the ops of the chain: they cannot run as one", found.names[-1]
     return "", found.norm
