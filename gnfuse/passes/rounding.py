@@ -7,10 +7,15 @@ import functools
 import torch
 
 
-@functools.lru_cache(maxsize=4096)
 def to_dtype(value: float, dtype: str | None) -> float:
     """The value rounded to the dtype; as it is where the dtype is not known."""
-    return value if dtype is None else float(torch.tensor(value, dtype=getattr(torch, dtype)).item())
+    return value if dtype is None else _rounded(value.hex(), dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rounded(value: str, dtype: str) -> float:
+    """By the value's text: 0.0 and -0.0 are equal, and would share an entry."""
+    return float(torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype)).item())
 
 
 def shortest(value: float, dtype: str | None) -> float:

@@ -162,7 +162,7 @@ bool derivative_needs_input(OpCode code) {
 
 class Compiler {
  public:
-  Compiler(DType in, Rounding rounding) : rounding_(rounding), now_(in) {
+  Compiler(DType in, Rounding rounding, int64_t kinks = 0) : rounding_(rounding), kinks_to_come_(kinks), now_(in) {
     program_.in = program_.out = in;
     program_.rounding = rounding;
     // a GroupNorm output is computed in float (double for float64 inputs): rounding matters below that
@@ -178,9 +178,10 @@ class Compiler {
     if (code == OpCode::dropout && program_.dropout >= 0) {
       throw std::invalid_argument("a chain has one dropout");
     }
-    if (rounding_ == Rounding::every_step || step.spec->kink || code == OpCode::to) {
+    if (rounding_ == Rounding::every_step || kinks_to_come_ > 0 || code == OpCode::to) {
       round(now_);
     }
+    kinks_to_come_ -= step.spec->kink ? 1 : 0;
     if (code == OpCode::to) {
       push({OpCode::to, now_, step.to, {0, 0}, {0, 0}}); // rounds, so the value is one of the new dtype
       now_ = step.to;
@@ -189,7 +190,7 @@ class Compiler {
     if (code == OpCode::rdiv) { // torch computes c / x as reciprocal(x) * c
       push({OpCode::reciprocal, now_, now_, {0, 0}, {0, 0}});
       rounded_ = now_ == wide_;
-      if (rounding_ == Rounding::every_step) {
+      if (rounding_ == Rounding::every_step || kinks_to_come_ > 0) {
         round(now_);
       }
     }
@@ -244,14 +245,17 @@ class Compiler {
 
   Program program_;
   Rounding rounding_;
+  int64_t kinks_to_come_;
   DType now_; // the dtype that the value has in eager
   DType wide_;
   bool rounded_; // whether the value is one of dtype now_
 };
 
 Program compile(const std::string& text, DType in, Rounding rounding) {
-  Compiler compiler(in, rounding);
-  for (const auto& step : parse(text)) {
+  const auto steps = parse(text);
+  const auto kinks = std::count_if(steps.begin(), steps.end(), [](const ParsedStep& step) { return step.spec->kink; });
+  Compiler compiler(in, rounding, kinks);
+  for (const auto& step : steps) {
     compiler.add(step);
   }
   return compiler.finish();

@@ -51,7 +51,7 @@ struct Step {
 
 // How often a value is rounded to the dtype that it has in eager.
 enum class Rounding : uint8_t {
-  kinks, // before the ops whose gradient jumps, so that ties fall where eager's do; else once, at the end
+  kinks, // every value up to the last op whose gradient jumps, so that ties fall where eager's do; after it, at the end
   every_step, // after every op and every derivative: eager's own values
 };
 
