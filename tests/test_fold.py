@@ -1,4 +1,4 @@
-"""Every rule of the algebra: proved by sympy, and run on every fp16 and bf16 value against eager, gradients included."""
+"""Every rule of the algebra: proved by sympy, and run on every fp16 and bf16 value against eager, with gradients."""
 
 from __future__ import annotations
 
