@@ -759,11 +759,17 @@ class Wrapped(nn.Module):
         return torch.relu(self.norm(x))
 
 
+def without_bias(norm: nn.GroupNorm) -> nn.GroupNorm:
+    """As ``GroupNorm(bias=False)`` in the releases that have it."""
+    norm.bias = None
+    return norm
+
+
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "module": lambda: Wrapped(nn.GroupNorm(4, 8)),
     "module_eps": lambda: Wrapped(nn.GroupNorm(4, 8, eps=1e-2)),
     "module_without_affine": lambda: Wrapped(nn.GroupNorm(4, 8, affine=False)),
-    "module_without_bias": lambda: Wrapped(nn.GroupNorm(4, 8, bias=False)),
+    "module_without_bias": lambda: Wrapped(without_bias(nn.GroupNorm(4, 8))),
     "F_positional": lambda: Functional(lambda x, w, b: F.group_norm(x, 4, w, b, 1e-3)),
     "F_default_eps": lambda: Functional(lambda x, w, b: F.group_norm(x, 4, w, b)),
     "F_keywords": lambda: Functional(lambda x, w, b: F.group_norm(input=x, num_groups=4, weight=w, bias=b, eps=1e-3)),

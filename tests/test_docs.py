@@ -19,7 +19,10 @@ def test_the_rules_document_lists_the_rules_as_they_are() -> None:
     assert (ROOT / "docs" / "rules.md").read_text(encoding="utf-8") == rendered
 
 
-def test_the_readme_shows_the_report_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_shows_the_report_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     cli.main(["explain", str(ROOT / "examples" / "kernelbench_83.py")])
     printed = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
     assert "\n".join(printed) in (ROOT / "README.md").read_text(encoding="utf-8")

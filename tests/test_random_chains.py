@@ -145,7 +145,7 @@ class Chained(nn.Module):
         kept = []
         for i, (step, spelling) in enumerate(zip(self.case.steps, self.case.spellings, strict=True)):
             if i == self.case.second_user:
-                kept.append(torch.cos(y))
+                kept.append(y * 0.25)
             if isinstance(step, Dropout):
                 y = self.drop(y)
             else:
@@ -290,8 +290,9 @@ def check(case: Case, dtype: torch.dtype) -> None:
     scale = gradient_scale(case, in_float64, x)
     if dtype == torch.float64 and any(isinstance(s, Op) and s.name == "hardsigmoid" for s in case.steps):
         scale *= 1e8  # eager's slope is 1/6 rounded to float32
+    of_parameters = in_float64.largest_dy * x.shape[0]
     for i, (wg, gg, eg) in enumerate(zip(want.grads, got.grads, exact.grads, strict=True)):
-        assert_as_near(gg, wg, eg, None, scale, f"gradient {i}")
+        assert_as_near(gg, wg, eg, None, max(scale, of_parameters) if i else scale, f"gradient {i}")
 
 
 @pytest.mark.parametrize("part", range(PARTS))

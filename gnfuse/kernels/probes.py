@@ -40,6 +40,15 @@ def relu_boundary_gradient() -> float:
 
 
 @functools.cache
+def nan_bound_makes_nan() -> bool:
+    """Whether clamp with a NaN bound is NaN everywhere, in vector lanes and scalar tails (not in every release)."""
+    with _disable_current_modes():
+        values = [torch.zeros(67, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+        nan = float("nan")
+        return all(bool(torch.clamp(x, lo, hi).isnan().all()) for x in values for lo, hi in ((nan, 1.0), (0.0, nan)))
+
+
+@functools.cache
 def statistics_match_eager() -> bool:
     """Whether gnfuse's GroupNorm of a contiguous input equals this torch's in every bit."""
     from gnfuse.kernels import ops
@@ -59,6 +68,7 @@ PROBES: dict[str, Callable[[], float | bool]] = {
     "clamp_boundary_gradient": clamp_boundary_gradient,
     "minimum_tie_gradient": minimum_tie_gradient,
     "relu_boundary_gradient": relu_boundary_gradient,
+    "nan_bound_makes_nan": nan_bound_makes_nan,
     "statistics_match_eager": statistics_match_eager,
     "mask_matches_eager": mask_matches_eager,
 }

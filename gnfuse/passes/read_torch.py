@@ -316,6 +316,12 @@ _IN_PLACE = {
 
 METHODS: dict[str, Row] = {name: r for name, r in ROWS.items() if name not in _NO_METHOD}
 METHODS |= {name + "_": written_in_place(ROWS[name]) for name in _IN_PLACE if name not in _NO_METHOD}
+# Operators on a tensor, as some torch releases write them into a Dynamo graph
+METHODS |= {
+    f"__{dunder}__": ROWS[name]
+    for dunder, name in (("abs", "abs"), ("neg", "neg"), ("add", "add"), ("radd", "add"), ("sub", "sub"),
+                         ("rsub", "rsub"), ("mul", "mul"), ("rmul", "mul"), ("truediv", "div"), ("pow", "pow"))
+}  # fmt: skip
 
 
 def _functions() -> dict[Any, Row]:

@@ -6,6 +6,7 @@ walk keeps the set of nodes that are the current value, and looks at their users
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnfuse.chain import Chain, Dropout, GroupNorm, Op, Step, chain_from_steps, op
+from gnfuse.kernels import probes
 from gnfuse.passes import effects
 from gnfuse.passes.composite import Composite, find
 from gnfuse.passes.intervals import LARGEST
@@ -258,7 +260,7 @@ class Walk:
                     return Stop(f"a cast from {dtype or 'an unknown dtype'} to {wanted}", node)
                 dtype = wanted
             elif reading.number_bounds:
-                problem = _out_of_range(one, dtype)
+                problem = _out_of_range(one, dtype) or _ignored_nan(one)
                 if problem:
                     return Stop(problem, node)
             steps.append(one)
@@ -302,6 +304,13 @@ class Walk:
         """A traced graph does not see train() and eval() where the flag was an argument. (Dynamo compiles anew.)"""
         if isinstance(reading.training, bool) and reading.p > 0 and "example_value" not in node.meta:
             self.match.notes.append(f"training flag of {node.name} frozen at trace: {reading.training}")
+
+
+def _ignored_nan(one: Op) -> str:
+    """A NaN bound makes everything NaN, except in torch releases that ignore it in places."""
+    if any(map(math.isnan, one.floats)) and not probes.nan_bound_makes_nan():
+        return f"{one} has a NaN bound, which this torch ignores in places"
+    return ""
 
 
 def _out_of_range(one: Op, dtype: str | None) -> str:
