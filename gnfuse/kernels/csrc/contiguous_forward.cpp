@@ -45,8 +45,8 @@ void forward_contiguous(const Forward<acc>& f) {
     }
   };
   const auto apply = [&](int64_t unit, int64_t part, int64_t slot, int64_t worker) {
-    acc* y = blocks.get() + worker * 2 * (kBlock + kPadding);
-    acc* converted = y + kBlock + kPadding;
+    acc* block = blocks.get() + worker * 2 * (kBlock + kPadding);
+    acc* converted = block + kBlock + kPadding;
     const acc* scale = affine ? coefficients.get() + slot * 2 * D : nullptr;
     if (f.mask != nullptr) {
       f.mask->require(unit * size + parts.end(part));
@@ -55,9 +55,14 @@ void forward_contiguous(const Forward<acc>& f) {
       const int64_t n = std::min(kBlock, parts.end(part) - begin);
       const int64_t element = unit * size + begin;
       const acc* x = view_block(f.x, in, element, n, converted);
+      // whole vectors are computed where they belong; a block with a tail would run over into its neighbour
+      const bool direct = item_size(out) == static_cast<int64_t>(sizeof(acc)) && n % Vec<acc>::size() == 0;
+      acc* y = direct ? static_cast<acc*>(f.out) + element : block;
       normalise_rows(x, y, begin, n, shape.S, scale, scale + D, f.mean[unit], f.rstd[unit]);
       run_forward(*f.program, y, n, f.mask == nullptr ? MaskView{} : f.mask->at(element));
-      store_block(y, n, f.out, out, element);
+      if (!direct) {
+        store_block(y, n, f.out, out, element);
+      }
     }
   };
   schedule.run(statistics, finish, apply);

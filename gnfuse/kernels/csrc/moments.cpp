@@ -48,68 +48,92 @@ void carry(Node<acc>* stack, int64_t level, int64_t done, int64_t depth) {
   }
 }
 
-// Welford's running moments of the vectors of one chunk. A vector of a 16-bit type makes two of floats.
-template <typename T, typename acc>
+// Welford's running moments of one stream of vectors.
+template <typename acc>
 struct Running {
-  static constexpr int kHalves = sizeof(acc) == sizeof(T) ? 1 : 2;
-  Vec<acc> m1[kHalves];
-  Vec<acc> m2[kHalves];
+  Vec<acc> m1{acc(0)};
+  Vec<acc> m2{acc(0)};
 
-  Running() {
-    for (int h = 0; h < kHalves; ++h) {
-      m1[h] = m2[h] = Vec<acc>(acc(0));
-    }
-  }
-  void add(int h, const Vec<acc>& x, const Vec<acc>& reciprocal) {
-    const Vec<acc> delta = x - m1[h];
-    m1[h] = at::vec::fmadd(reciprocal, delta, m1[h]);
-    m2[h] = at::vec::fmadd(delta, x - m1[h], m2[h]);
-  }
-  void add(const T* row, const Vec<acc>& reciprocal) {
-    if constexpr (kHalves == 1) {
-      add(0, Vec<acc>::loadu(row), reciprocal);
-    } else {
-      const auto pair = at::vec::convert_to_float<T>(Vec<T>::loadu(row));
-      add(0, std::get<0>(pair), reciprocal);
-      add(1, std::get<1>(pair), reciprocal);
-    }
+  void add(const Vec<acc>& x, const Vec<acc>& reciprocal) {
+    const Vec<acc> delta = x - m1;
+    m1 = at::vec::fmadd(reciprocal, delta, m1);
+    m2 = at::vec::fmadd(delta, x - m1, m2);
   }
   void merge_into(Node<acc>& node, int64_t count) const {
-    for (int h = 0; h < kHalves; ++h) {
-      at::native::AddMomentsVec(count, m1[h], m2[h], node.count, node.m1, node.m2);
-    }
+    at::native::AddMomentsVec(count, m1, m2, node.count, node.m1, node.m2);
   }
 };
 
-// `width` neighbouring chunks of `count` vectors at once: each is one chain of dependent operations, and side by side they
-// hide each other's latency. Their results are merged in order.
-template <int width, typename T, typename acc>
-void accumulate_together(const T* row, int64_t count, int64_t done, int64_t depth, Node<acc>* stack) {
-  constexpr int64_t stride = at::native::kChunkSize * Vec<T>::size();
-  Running<T, acc> running[width];
+// The vectors of one chunk: one stream, or two where a vector of a 16-bit type makes two of floats.
+template <typename T, typename acc>
+void accumulate_chunk(const T* row, int64_t count, Node<acc>* stack) {
+  Running<acc> a, b;
   for (int64_t j = 0; j < count; ++j) {
     const Vec<acc> reciprocal = reciprocals<acc>()[j];
-    for (int w = 0; w < width; ++w) {
-      running[w].add(row + w * stride + j * Vec<T>::size(), reciprocal);
+    const auto x = Vec<T>::loadu(row + j * Vec<T>::size());
+    if constexpr (sizeof(T) == 2) {
+      const auto pair = at::vec::convert_to_float<T>(x);
+      a.add(std::get<0>(pair), reciprocal);
+      b.add(std::get<1>(pair), reciprocal);
+    } else {
+      a.add(x, reciprocal);
     }
   }
-  for (int w = 0; w < width; ++w) {
-    running[w].merge_into(stack[0], count);
-    carry(stack, 0, done + w + 1, depth);
+  a.merge_into(stack[0], count);
+  if constexpr (sizeof(T) == 2) {
+    b.merge_into(stack[0], count);
   }
+}
+
+// Neighbouring whole chunks that make four streams: each is one chain of dependent operations, and side by side they hide
+// each other's latency. Four variables, not an array, which the compiler would keep in memory.
+template <typename T>
+constexpr int64_t kTogether = sizeof(T) == 2 ? 2 : 4;
+
+template <typename T, typename acc>
+void accumulate_together(const T* row, int64_t done, int64_t depth, Node<acc>* stack) {
+  constexpr int64_t chunk = at::native::kChunkSize;
+  constexpr int64_t stride = chunk * Vec<T>::size();
+  Running<acc> a, b, c, d;
+  for (int64_t j = 0; j < chunk; ++j, row += Vec<T>::size()) {
+    const Vec<acc> reciprocal = reciprocals<acc>()[j];
+    if constexpr (sizeof(T) == 2) {
+      const auto first = at::vec::convert_to_float<T>(Vec<T>::loadu(row));
+      const auto second = at::vec::convert_to_float<T>(Vec<T>::loadu(row + stride));
+      a.add(std::get<0>(first), reciprocal);
+      b.add(std::get<1>(first), reciprocal);
+      c.add(std::get<0>(second), reciprocal);
+      d.add(std::get<1>(second), reciprocal);
+    } else {
+      a.add(Vec<T>::loadu(row), reciprocal);
+      b.add(Vec<T>::loadu(row + stride), reciprocal);
+      c.add(Vec<T>::loadu(row + 2 * stride), reciprocal);
+      d.add(Vec<T>::loadu(row + 3 * stride), reciprocal);
+    }
+  }
+  const auto merge = [&](const Running<acc>& running, bool ends_chunk) {
+    running.merge_into(stack[0], chunk);
+    if (ends_chunk) {
+      carry(stack, 0, ++done, depth);
+    }
+  };
+  merge(a, sizeof(T) != 2);
+  merge(b, true);
+  merge(c, sizeof(T) != 2);
+  merge(d, true);
 }
 
 template <typename T, typename acc>
 void accumulate_chunks(const T* row, int64_t vectors, int64_t first, int64_t last, int64_t depth, Node<acc>* stack) {
   constexpr int64_t chunk = at::native::kChunkSize;
-  constexpr int width = sizeof(T) == 2 ? 2 : 4; // eight accumulators: what 16 registers hold
+  constexpr int64_t together = kTogether<T>;
   int64_t i = first;
-  for (; i + width <= last && (i + width) * chunk <= vectors; i += width) {
-    accumulate_together<width>(row + i * chunk * Vec<T>::size(), chunk, i - first, depth, stack);
+  for (; i + together <= last && (i + together) * chunk <= vectors; i += together) {
+    accumulate_together(row + i * chunk * Vec<T>::size(), i - first, depth, stack);
   }
   for (; i < last; ++i) {
-    const int64_t count = std::min<int64_t>(chunk, vectors - i * chunk);
-    accumulate_together<1>(row + i * chunk * Vec<T>::size(), count, i - first, depth, stack);
+    accumulate_chunk(row + i * chunk * Vec<T>::size(), std::min<int64_t>(chunk, vectors - i * chunk), stack);
+    carry(stack, 0, i - first + 1, depth);
   }
 }
 
