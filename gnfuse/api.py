@@ -69,7 +69,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     found: list[Report] = []
 
     def plan_only(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.append(passes.run(gm, apply=False))
+        found.append(passes.run(gm, apply=False, gain=True))
         return lambda *inputs: _pretend(gm)
 
     torch._dynamo.reset()

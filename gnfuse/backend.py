@@ -43,7 +43,7 @@ def gnfuse(
     mode = mode or ours.mode
     if mode is not None and ours.inner != "inductor":
         raise ValueError(f"mode={mode!r} needs inner='inductor', not {ours.inner!r}")
-    report = passes.run(gm)
+    report = passes.run(gm, gain=ours.inner == "inductor" and ours.only_gains)
     if ours.inner == "inductor":
         patches, notes = _inductor_patches(gm, mode, inner_options)
         report = replace(report, notes=(*report.notes, *notes))

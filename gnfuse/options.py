@@ -16,6 +16,8 @@ class Options:
 
     Attributes:
         inner: the backend that compiles the rewritten graph: "inductor", "aot_eager", or "eager".
+        only_gains: with inner="inductor", leave alone a site that Inductor would run faster (small ones, say). False
+            rewrites every site that can be.
         mode: Inductor's mode, as ``torch.compile(mode=...)``, which torch does not allow together with options.
 
     Raises:
@@ -23,6 +25,7 @@ class Options:
     """
 
     inner: str = "inductor"
+    only_gains: bool = True
     mode: str | None = None
 
     def __post_init__(self) -> None:

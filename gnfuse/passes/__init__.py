@@ -21,7 +21,7 @@ from gnfuse.report import Report, Site
 logger = logging.getLogger("gnfuse")
 
 
-def run(gm: GraphModule, *, apply: bool = True) -> Report:
+def run(gm: GraphModule, *, apply: bool = True, gain: bool = False) -> Report:
     """Rewrite every site of the graph and of the graphs inside it (bodies of higher-order ops), in place.
 
     A fault of the pass itself never reaches the caller: the graphs are put back as they were and the report says so
@@ -30,11 +30,12 @@ def run(gm: GraphModule, *, apply: bool = True) -> Report:
     Args:
         gm: any dialect; fake values in ``node.meta`` are used where they are.
         apply: False plans and reports only.
+        gain: leave alone what Inductor, which compiles the rest, would run faster.
     """
     saved = [(module, _copied(module.graph)) for _, module in _graph_modules(gm)] if apply else []
     try:
         with _disable_current_modes():  # a backend is called under fake modes, in which constants have no values
-            return _run(gm, apply)
+            return _run(gm, apply, gain)
     except Exception as fault:
         if os.environ.get("GNFUSE_RAISE") == "1":
             raise
@@ -53,11 +54,11 @@ def _copied(graph: Graph) -> Graph:
     return again
 
 
-def _run(gm: GraphModule, apply: bool) -> Report:
+def _run(gm: GraphModule, apply: bool, gain: bool) -> Report:
     sites: list[Site] = []
     number: int | None = None
     for path, graph_module in _graph_modules(gm):
-        planned = plans(graph_module, path)
+        planned = plans(graph_module, path, gain=gain)
         sites.extend(p.site if isinstance(p, Plan) else p for p in planned)
         accepted = [p for p in planned if isinstance(p, Plan)] if apply else []
         if not accepted:
@@ -85,10 +86,10 @@ def draws_elsewhere(gm: GraphModule) -> bool:
     )
 
 
-def plans(gm: GraphModule, path: str = "") -> list[Plan | Site]:
+def plans(gm: GraphModule, path: str = "", *, gain: bool = False) -> list[Plan | Site]:
     """What would be done at each GroupNorm of this one graph, in program order."""
     positions = Positions(gm.graph)
-    return [plan(found, gm, positions, path) for found in match.matches(gm)]
+    return [plan(found, gm, positions, path, gain=gain) for found in match.matches(gm)]
 
 
 def _graph_modules(gm: GraphModule) -> list[tuple[str, GraphModule]]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import torch
 import torch._functorch.config
+from torch._prims_common import suggest_memory_format
 from torch.fx import GraphModule, Node
 
 from gnfuse import kernels
 from gnfuse.chain import Chain, format_steps, pretty_steps
 from gnfuse.passes import effects
 from gnfuse.passes.fold import Folded, fold
+from gnfuse.passes.gain import Work, why_slower
 from gnfuse.passes.guard import guard_of
 from gnfuse.passes.positions import Positions
 from gnfuse.passes.read import fake_value, source_line, tensor_of
@@ -40,8 +42,10 @@ class Plan:
     site: Site
 
 
-def plan(found: Match | Stop, gm: GraphModule, positions: Positions, graph: str = "") -> Plan | Site:
-    """The plan for one GroupNorm, or the refusal."""
+def plan(
+    found: Match | Stop, gm: GraphModule, positions: Positions, graph: str = "", *, gain: bool = False
+) -> Plan | Site:
+    """The plan for one GroupNorm, or the refusal; with ``gain``, also of what Inductor would run faster."""
     if isinstance(found, Stop):
         return Site(
             "refused", found.node.name, "group_norm", "unchanged", graph, source=source_line(found.node),
@@ -51,6 +55,9 @@ def plan(found: Match | Stop, gm: GraphModule, positions: Positions, graph: str 
     if reason:
         return _refusal(found, graph, reason, at)
     folded = fold(found.chain, _group_size(found), needs_gradient=_needs_gradient(found))
+    slower = _why_slower(found, folded) if gain else ""
+    if slower:
+        return _refusal(found, graph, slower, found.norm)
     return _accept(found, folded, positions, graph)
 
 
@@ -133,6 +140,18 @@ def _needs_gradient(found: Match) -> bool:
     """Whether somebody may differentiate the chain. Only Dynamo knows: it compiles anew when this changes."""
     value = found.norm.meta.get("example_value")
     return value.requires_grad if isinstance(value, torch.Tensor) else True
+
+
+def _why_slower(found: Match, folded: Folded) -> str:
+    """Why the site would not gain, or "". It is kept where its size is not known or its consumer magnifies rounding."""
+    x = fake_value(found.read.value)
+    if x is None or not all(isinstance(n, int) for n in x.shape) or any("ill-conditioned" in n for n in found.notes):
+        return ""
+    draws = found.chain.dropout is not None and found.training is not False
+    channels_last = not x.is_contiguous() and suggest_memory_format(x) != torch.contiguous_format
+    dtype = found.chain.norm.dtype or "float32"
+    constant = folded.constant is not None
+    return why_slower(Work(x.numel(), dtype, channels_last, draws, constant, _needs_gradient(found)))
 
 
 def _accept(found: Match, folded: Folded, positions: Positions, graph: str) -> Plan:
