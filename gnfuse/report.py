@@ -37,14 +37,14 @@ class Site:
     Attributes:
         status: "folded" (the chain is a constant where not NaN), "fused" (one kernel), or "refused" (left alone).
         graph: path of the graph the site is in: "" for the top one, else the submodule ("wrap_body_0").
-        node: the GroupNorm's node name; for a refusal, the node that stopped the match.
+        node: the GroupNorm's node name.
         pattern: the chain as written, for people.
         result: what runs now ("constant 0.0 where not NaN", "one kernel: silu → dropout(0.1)"), or "unchanged".
         proof: the rules applied, in order.
         guard: "local" where a NaN check of the GroupNorm's input stands in for the computation.
         source: "file.py:12" where the chain's GroupNorm was called, or the module path, or "".
         reason: why the site was refused or, for a rewritten one, why its chain ends where it does.
-        stopped_at: the node at which the walk ended ("" at the end of the graph's single-user chain).
+        stopped_at: the node at which the walk ended or, of a refusal, the node that is its cause.
         notes: further facts a user should know (a training flag frozen at trace time, an ill-conditioned consumer).
         bytes_before, bytes_after: memory traffic estimate of the chain's forward, op by op in eager and after the
             rewrite; None where a shape is unknown.

@@ -2,7 +2,7 @@
 
 Measured on the CPU by `benchmarks/gain.py` (`benchmarks/results/gain.txt`): a call costs about 25 us more than one of
 Inductor's own kernels, and Inductor's contiguous forward is hard to beat while its output fits in memory that the
-allocator uses again. channels_last, 16-bit gradients and outputs that are fresh memory gain.
+allocator uses again. channels_last and outputs that are fresh memory gain.
 
 A site that draws a mask is never left alone for speed, since Inductor would draw another one; nor is a constant.
 """
@@ -16,9 +16,7 @@ from gnfuse.chain import FLOAT_DTYPES
 _BYTES = dict(zip(FLOAT_DTYPES, (2, 2, 4, 8), strict=True))
 _FRESH = 32 << 20  # bytes: glibc maps larger blocks anew for each allocation
 
-# Elements from which on a site gains
-_CHANNELS_LAST = 1 << 18
-_SIXTEEN_BIT_GRADIENT = 1 << 20
+_CHANNELS_LAST = 1 << 18  # elements from which on the layout gains
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class Work:
         channels_last: its layout.
         draws: whether a dropout is active.
         constant: whether it is folded to one.
-        gradient: whether it may be differentiated.
     """
 
     elements: int
@@ -39,7 +36,6 @@ class Work:
     channels_last: bool = False
     draws: bool = False
     constant: bool = False
-    gradient: bool = False
 
 
 def why_slower(work: Work) -> str:
@@ -47,11 +43,6 @@ def why_slower(work: Work) -> str:
     if work.draws or work.constant or work.elements * _BYTES[work.dtype] >= _FRESH:
         return ""
     if work.channels_last and work.dtype != "float64":
-        return _unless(work.elements >= _CHANNELS_LAST, work, _CHANNELS_LAST)
-    if work.gradient and _BYTES[work.dtype] == 2:
-        return _unless(work.elements >= _SIXTEEN_BIT_GRADIENT, work, _SIXTEEN_BIT_GRADIENT)
+        enough = work.elements >= _CHANNELS_LAST
+        return "" if enough else f"no gain over Inductor: {work.elements} elements, it takes {_CHANNELS_LAST}"
     return "no gain over Inductor: nothing is drawn, and its output is under 32 MiB"
-
-
-def _unless(gains: bool, work: Work, least: int) -> str:
-    return "" if gains else f"no gain over Inductor: {work.elements} elements, it takes {least}"

@@ -151,7 +151,7 @@ def _why_slower(found: Match, folded: Folded) -> str:
     channels_last = not x.is_contiguous() and suggest_memory_format(x) != torch.contiguous_format
     dtype = found.chain.norm.dtype or "float32"
     constant = folded.constant is not None
-    return why_slower(Work(x.numel(), dtype, channels_last, draws, constant, _needs_gradient(found)))
+    return why_slower(Work(x.numel(), dtype, channels_last, draws, constant))
 
 
 def _accept(found: Match, folded: Folded, positions: Positions, graph: str) -> Plan:
