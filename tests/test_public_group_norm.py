@@ -155,7 +155,7 @@ def test_G9_the_square_of_a_half_does_not_overflow(device: str) -> None:
     model = Tail(2, 1, lambda h: F.hardtanh(h, -2.0, 2.0), dtype=torch.half, affine=False).to(device)
     check(model, pair, via=via, grad=False)
     got = call(by_rewrite(model)[0], [pair], grad=False).outs[0]
-    assert got.flatten().tolist() == [1.0, -1.0]
+    assert got.flatten().tolist() == pytest.approx([1.0, -1.0], abs=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])

@@ -243,9 +243,12 @@ def largest_rstd(case: Case, x: Tensor) -> float:
 def gradient_scale(case: Case, module: Chained, x: Tensor) -> float:
     """The largest term of dx = rstd gamma dy - ...: what cancels in it leaves rounding of this size."""
     gamma = 1.0 if module.weight is None else module.weight.abs().max().item()
-    rstd = largest_rstd(case, x)
-    normalised = 1 + rstd * x.double().nan_to_num(posinf=0).abs().max().item()  # what cancels in (x - mean) * rstd
-    return float(rstd * gamma * module.largest_dy * normalised)
+    return float(largest_rstd(case, x) * gamma * module.largest_dy * normalised_terms(case, x))
+
+
+def normalised_terms(case: Case, x: Tensor) -> float:
+    """The largest term of (x - mean) * rstd, which cancels to about 1."""
+    return float(1 + largest_rstd(case, x) * x.double().nan_to_num(posinf=0).abs().max().item())
 
 
 def differentiable(case: Case, dtype: torch.dtype) -> Case:
@@ -290,7 +293,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
     scale = gradient_scale(case, in_float64, x)
     if dtype == torch.float64 and any(isinstance(s, Op) and s.name == "hardsigmoid" for s in case.steps):
         scale *= 1e8  # eager's slope is 1/6 rounded to float32
-    of_parameters = in_float64.largest_dy * x.shape[0]
+    of_parameters = in_float64.largest_dy * x.shape[0] * normalised_terms(case, x)
     for i, (wg, gg, eg) in enumerate(zip(want.grads, got.grads, exact.grads, strict=True)):
         assert_as_near(gg, wg, eg, None, max(scale, of_parameters) if i else scale, f"gradient {i}")
 

@@ -45,7 +45,8 @@ def nan_bound_makes_nan() -> bool:
     with _disable_current_modes():
         values = [torch.zeros(67, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
         nan = float("nan")
-        return all(bool(torch.clamp(x, lo, hi).isnan().all()) for x in values for lo, hi in ((nan, 1.0), (0.0, nan)))
+        bounds = ((nan, 1.0), (0.0, nan), (nan, None), (None, nan))
+        return all(bool(torch.clamp(x, lo, hi).isnan().all()) for x in values for lo, hi in bounds)
 
 
 @functools.cache
