@@ -23,7 +23,7 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy
 
 kernels: $(STAMP)
-	$(BIN)/python -m gnfuse.kernels.build
+	$(BIN)/python -m gnfuse.kernels
 
 bench: kernels
 	$(BIN)/python benchmarks/chains.py

@@ -5,7 +5,7 @@ by all that its machine code depends on: the sources, torch's build, the flags a
 (``ATEN_CPU_CAPABILITY`` may differ between runs). The compiler is not part of the key: torch fixes the ABI, and a
 machine without a compiler must find what another one built. Its version is in ``build.txt`` beside the library.
 
-``python -m gnfuse.kernels.build`` builds with visible progress.
+``python -m gnfuse.kernels`` builds with visible progress.
 """
 
 from __future__ import annotations
@@ -224,10 +224,3 @@ def _units() -> list[Path]:
     first = [SOURCES / "tensors.cc", SOURCES / "registration.cpp"]
     included = {SOURCES / f"{name}.cpp" for name in ("arguments", "constant", "generator", "operators")}
     return [*first, *sorted(set(SOURCES.glob("*.cpp")) - included - set(first))]
-
-
-if __name__ == "__main__":
-    try:
-        print(ensure_built(verbose=True))
-    except KernelsUnavailable as error:
-        sys.exit(f"gnfuse: {error}")
