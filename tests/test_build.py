@@ -108,16 +108,15 @@ def test_key_depends_on_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.cache_key() != key
 
 
-def test_warm_load_is_fast_and_starts_no_process() -> None:
+def test_warm_load_starts_no_process() -> None:
     code = (
-        "import subprocess, time, torch, torch._dynamo, gnfuse.kernels as k\n"
+        "import subprocess, torch, torch._dynamo, gnfuse.kernels as k\n"
         "def refuse(*a, **k): raise AssertionError('a process was started')\n"
         "subprocess.Popen.__init__ = refuse\n"
-        "begin = time.perf_counter(); k.load(); print(time.perf_counter() - begin)"
+        "k.load(); print(k.available())"
     )
     load()
-    seconds = min(float(run_python(code).stdout) for _ in range(2))
-    assert seconds < 0.3  # 0.05 on an idle machine: other tests may be running
+    assert run_python(code).stdout.strip() == "None"
 
 
 def test_lock_is_released_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
