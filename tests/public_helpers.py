@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from helpers import Outcome, assert_outcome_equal, assert_outcome_near, flat, fused_nodes, upstream
 from torch import Tensor, nn
 
@@ -85,6 +86,10 @@ def by_compile(run: Callable[..., Any], *, inner: str = "aot_eager", **compile_k
     options = {"inner": inner, **compile_kwargs.pop("options", {})}
     compiled = torch.compile(run, backend="gnfuse", options=options, **compile_kwargs)
     return compiled, lambda: [site for report in gnfuse.reports() for site in report.sites]
+
+
+def relu_dropout(h: Tensor) -> Tensor:
+    return F.dropout(F.relu(h), 0.5, True)
 
 
 def float64_of(model: nn.Module, inputs: Sequence[Any]) -> tuple[nn.Module, list[Any]]:

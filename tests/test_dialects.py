@@ -10,14 +10,14 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
+from helpers import (  # noqa: F401 - fixtures
     Outcome,
     Traced,
     all_graphs,
@@ -27,6 +27,8 @@ from helpers import (
     count_target,
     dynamo_graph,
     fused_nodes,
+    no_internal_fault,
+    one_thread,
     run,
     trace,
     upstream,
@@ -43,23 +45,6 @@ FOUR = (FX, DYNAMO, PRE, MAKE_FX)
 PYTHON = (FX, DYNAMO)
 ATEN = (PRE, MAKE_FX)
 SIX = (FX, DYNAMO, EXPORT, PRE, MAKE_FX, AOT)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """ATen splits even a tiny GroupNorm over threads: 15 ms instead of 20 us where both cores are busy otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def no_internal_fault(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """The pass leaves a graph alone after a fault of its own, and logs it: right for users, a failure here."""
-    yield
-    faults = [r.getMessage() for r in caplog.get_records("call") if "internal fault" in r.getMessage()]
-    assert not faults, faults
 
 
 class Block(nn.Module):

@@ -8,12 +8,21 @@ fused op is in the graph, so that none passes by doing nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import GRAPH_DIALECTS, Outcome, assert_outcome_equal, fused_nodes, run, trace
+from helpers import (  # noqa: F401 - fixtures
+    GRAPH_DIALECTS,
+    Outcome,
+    assert_outcome_equal,
+    fused_nodes,
+    no_internal_fault,
+    one_thread,
+    run,
+    trace,
+)
 from torch import Tensor, nn
 
 import gnfuse
@@ -21,23 +30,6 @@ from gnfuse.chain import op, pretty_step
 
 NAN, INF = math.nan, math.inf
 P = 0.2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """ATen splits even a tiny GroupNorm over threads: 15 ms instead of 20 us where both cores are busy otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def no_internal_fault(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """The pass leaves a graph alone after a fault of its own, and logs it: right for users, a failure here."""
-    yield
-    faults = [r.getMessage() for r in caplog.get_records("call") if "internal fault" in r.getMessage()]
-    assert not faults, faults
 
 
 class Net(nn.Module):

@@ -27,16 +27,13 @@ from public_helpers import (
     noise,
     one,
     randomise,
+    relu_dropout,
     statuses,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gnfuse
-
-
-def relu_dropout(h: Tensor) -> Tensor:
-    return F.dropout(F.relu(h), 0.5, True)
 
 
 def compiled_outcome(model: nn.Module, inputs: list[Any], inner: str = "aot_eager", **kwargs: Any) -> Outcome:

@@ -19,17 +19,13 @@ from public_helpers import (
     noise,
     one,
     randomise,
+    relu_dropout,
     statuses,
 )
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import gnfuse
-
-
-def relu_dropout(h: Tensor) -> Tensor:
-    return F.dropout(F.relu(h), 0.5, True)
-
 
 SPELLINGS = {
     "clamp(0, 1)": [

@@ -24,6 +24,7 @@ from public_helpers import (
     one,
     process_group,
     randomise,
+    relu_dropout,
     statuses,
 )
 from torch import Tensor, nn
@@ -32,10 +33,6 @@ from torch.utils.checkpoint import checkpoint
 
 import gnfuse
 import gnfuse.kernels
-
-
-def relu_dropout(h: Tensor) -> Tensor:
-    return F.dropout(F.relu(h), 0.5, True)
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])

@@ -79,8 +79,9 @@ def draws(gm: GraphModule) -> bool:
 
 def draws_elsewhere(gm: GraphModule) -> bool:
     """Whether another op of the module may draw random numbers."""
+    fused = rewrite.fused_ops()
     return any(
-        effects.draws(node) and node.target not in rewrite.fused_ops()
+        effects.draws(node) and node.target not in fused
         for _, module in _graph_modules(gm)
         for node in module.graph.nodes
     )

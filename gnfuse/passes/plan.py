@@ -51,14 +51,18 @@ def plan(
             "refused", found.node.name, "group_norm", "unchanged", graph, source=source_line(found.node),
             reason=found.reason, stopped_at=found.node.name,
         )  # fmt: skip
-    reason, at = _why_not(found, gm, positions)
+    reason, at = _why_not(found, gm)
     if reason:
         return _refusal(found, graph, reason, at)
+    before = _place(found, positions)
+    if before is None:
+        reason = "a random op or a write lies between the ops of the chain: they cannot run as one"
+        return _refusal(found, graph, reason, found.names[-1])
     folded = fold(found.chain, _group_size(found), needs_gradient=_needs_gradient(found))
     slower = _why_slower(found, folded) if gain else ""
     if slower:
         return _refusal(found, graph, slower, found.norm)
-    return _accept(found, folded, positions, graph)
+    return _accept(found, folded, before, graph)
 
 
 def _refusal(found: Match, graph: str, reason: str, at: Node) -> Site:
@@ -68,7 +72,7 @@ def _refusal(found: Match, graph: str, reason: str, at: Node) -> Site:
     )  # fmt: skip
 
 
-def _why_not(found: Match, gm: GraphModule, positions: Positions) -> tuple[str, Node]:
+def _why_not(found: Match, gm: GraphModule) -> tuple[str, Node]:
     """The first precondition that fails, and the node it fails at; "" when all hold."""
     assert found.stop is not None
     if not found.chain.steps:
@@ -81,8 +85,6 @@ def _why_not(found: Match, gm: GraphModule, positions: Positions) -> tuple[str, 
         return unsupported, found.norm
     if found.chain.dropout is not None and torch._functorch.config.activation_memory_budget < 1:
         return "under activation_memory_budget the backward may run a random op again, with another mask", found.norm
-    if _place(found, positions) is None:
-        return "a random op or a write lies between the ops of the chain: they cannot run as one", found.names[-1]
     return "", found.norm
 
 
@@ -154,9 +156,8 @@ def _why_slower(found: Match, folded: Folded) -> str:
     return why_slower(Work(x.numel(), dtype, channels_last, draws, constant))
 
 
-def _accept(found: Match, folded: Folded, positions: Positions, graph: str) -> Plan:
-    before = _place(found, positions)
-    assert before is not None and found.stop is not None
+def _accept(found: Match, folded: Folded, before: Node, graph: str) -> Plan:
+    assert found.stop is not None
     traffic_before, traffic_after = _bytes(found, folded)
     site = Site(
         "fused" if folded.constant is None else "folded", found.norm.name, found.chain.pretty(), _result(folded),
